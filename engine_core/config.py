@@ -1,0 +1,140 @@
+"""The engine's settings: one frozen dataclass, resolved once at start. Names follow vLLM's. Knows no torch.
+
+jsonargparse turns the same class into command line flags, YAML, environment variables and `--print_config`.
+A rank's copy is `dataclasses.replace(config, ...)`; nothing writes to a config later.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, Self
+
+from wavecore.transport.errors import ConfigError, NotSupportedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Attributes:
+        model: a folder in Hugging Face form, a `.gguf` file, "default" (SmolLM2-135M-Instruct), or
+            "scripted:PATH" (a JSON script for tests).
+        tokenizer: a folder or tokenizer.json; None takes the model's.
+        skip_tokenizer_init: token ids in, token ids out; no text.
+        served_model_name: name shown to clients; None takes the model's folder or file name.
+        dtype: "auto" takes the checkpoint's on a GPU and float32 on a CPU.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        seed: base of random seeds for requests without one; None draws entropy.
+        max_model_len: longest sequence, prompt and output together; None takes the model's.
+        max_num_seqs: requests that run at once (rows of the batch).
+        max_num_batched_tokens: token budget of one step.
+        enable_chunked_prefill: split prompts over steps; off, a prompt must fit into one step's budget.
+        block_size: tokens a KV block; None chooses from the model.
+        num_gpu_blocks_override: KV blocks, whatever the memory says.
+        gpu_memory_utilization: share of the device's memory that the engine may use.
+        kv_cache_memory_gib: size of the KV cache on a CPU.
+        swap_space_gib: pinned host memory for swapped KV blocks.
+        enable_prefix_caching: reuse the KV blocks of shared prompt prefixes.
+        watermark: share of KV blocks kept free when a waiting request is admitted.
+        scheduling_policy: "fcfs", "priority" (lower first) or "hybrid" (priority with linear ageing).
+        ageing_seconds: hybrid policy: waiting this long counts as much as one level of priority.
+        async_scheduling: keep two steps in flight.
+        enforce_eager: no CUDA graphs.
+        max_num_queued_reqs, max_num_queued_bytes: bounds of the waiting queue; more is refused as overloaded.
+        max_queue_seconds: longest wait for the first step; None waits on.
+        max_holding_seconds: longest time a request may hold KV blocks; None holds on.
+        disable_log_stats: no periodic statistics line.
+        disable_tqdm: no progress bar while weights load.
+        address: None binds ipc sockets in the runtime directory; "tcp://HOST" binds two ports on that interface.
+        runtime_dir: folder of deployment.json and sockets; None makes a fresh one.
+        ready_timeout: seconds from start to ready.
+        step_timeout: seconds without progress, while there is work, after which an engine counts as stuck.
+        shutdown_timeout: seconds to drain on a first SIGTERM or SIGINT.
+        custom_ops: kernel name to "module:function" that replaces it.
+        tensor_parallel_size, data_parallel_size: ranks; more than one is not supported yet.
+    """
+
+    model: str = "default"
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    served_model_name: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    seed: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    enable_chunked_prefill: bool = True
+    block_size: int | None = None
+    num_gpu_blocks_override: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_gib: float = 2.0
+    swap_space_gib: float = 0.0
+    enable_prefix_caching: bool = True
+    watermark: float = 0.01
+    scheduling_policy: Literal["fcfs", "priority", "hybrid"] = "fcfs"
+    ageing_seconds: float = 10.0
+    async_scheduling: bool = True
+    enforce_eager: bool = False
+    max_num_queued_reqs: int = 16384
+    max_num_queued_bytes: int = 1 << 30
+    max_queue_seconds: float | None = None
+    max_holding_seconds: float | None = None
+    disable_log_stats: bool = True
+    disable_tqdm: bool = False
+    address: str | None = None
+    runtime_dir: str | None = None
+    ready_timeout: float = 600.0
+    step_timeout: float = 60.0
+    shutdown_timeout: float = 30.0
+    custom_ops: dict[str, str] | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if getattr(self, name) != 1:
+                raise NotSupportedError(f"{name}={getattr(self, name)}: only 1 is supported in this version")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_bytes"):
+            self._at_least(name, 1)
+        for name in ("max_model_len", "block_size"):
+            self._at_least(name, 1)
+        self._at_least("num_gpu_blocks_override", 2)
+        for name in ("kv_cache_memory_gib", "ready_timeout", "step_timeout", "ageing_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        for name in ("swap_space_gib", "shutdown_timeout"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+        for name in ("max_queue_seconds", "max_holding_seconds"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0 or null, not {getattr(self, name)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark must be from 0 to below 1, not {self.watermark}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
+                "a step of all running requests would not fit; raise the one or lower the other"
+            )
+
+    def _at_least(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{name} must be at least {low}, not {value}")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Rebuild from `to_json`; an unknown field is a ConfigError."""
+        values = json.loads(text)
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
+        if unknown:
+            raise ConfigError(f"unknown settings: {', '.join(unknown)}")
+        return cls(**values)

@@ -1,0 +1,156 @@
+"""What the scheduler tells a runner about one step, and what comes back. Columns, one entry a row.
+
+A *slot* is one of `max_num_seqs` fixed places for a running request; a *row* is a slot's share of one step.
+The runner keeps, per slot, the token ids, the block table and the sampling parameters; a plan carries only what
+changed (`admitted`, `block_*`, `copies`) and which rows run. The input of a row is always
+`token_ids[slot, start : start + query_len]`: a sampled token is written at `token_ids[slot, start + query_len]` on
+the device before the next step reads it, so it never passes through the CPU to feed that step.
+
+This module knows no torch: a plan is numpy and packs into one int32 buffer for a single copy to a device or a
+worker process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from wavecore.engine_core.sampling_params import SamplingParams
+
+I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request takes a slot (first time, or again after a preemption).
+
+    Attributes:
+        token_ids: int32 [n], prompt and, after a preemption, the tokens emitted so far.
+        num_prompt: how many of them are the prompt.
+        params: sampling parameters; `params.seed` is always resolved to a number by now.
+        choice: index of this sequence among the request's `n` choices, part of the random key.
+        prompt_embeds: float32 [n, hidden] that stand in for token embeddings, or None.
+    """
+
+    slot: int
+    token_ids: I32
+    num_prompt: int
+    params: SamplingParams
+    choice: int = 0
+    prompt_embeds: F32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Events are applied in field order (swaps and copies, admissions, block table), then the rows run.
+
+    Attributes:
+        step_id: counts up by one a step.
+        slots, starts, query_lens: int32 [rows]: the slot, the position of its first query token, how many it computes.
+        samples: uint8 [rows], 1 where the last query position yields a token.
+        swap_out, swap_in: int32 [n, 2] of (gpu block, host block) and (host block, gpu block).
+        copies: int32 [n, 2] of (source block, destination block) on the device.
+        block_slots, block_indices, block_ids: int32 [n]: block_table[slot, index] = id.
+    """
+
+    step_id: int
+    slots: I32
+    starts: I32
+    query_lens: I32
+    samples: U8
+    swap_out: I32
+    swap_in: I32
+    copies: I32
+    admitted: tuple[Admission, ...]
+    block_slots: I32
+    block_indices: I32
+    block_ids: I32
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_lens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Raw model log-probabilities (log-softmax before any processor) of one row, for one or more positions.
+
+    Attributes:
+        token_ids: int32 [positions, 1 + k]: the chosen token, then the k most likely.
+        logprobs: float32 [positions, 1 + k].
+        ranks: int32 [positions]: rank of the chosen token in the whole vocabulary, from 1.
+    """
+
+    token_ids: I32
+    logprobs: F32
+    ranks: I32
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step produced, in the plan's row order.
+
+    Attributes:
+        tokens: int32 [rows], -1 where the row does not sample.
+        faults: uint8 [rows], 1 where the row's logits held NaN or no finite value.
+        logprobs, prompt_logprobs: by row index, only rows that asked.
+        pooled: float32 [hidden] by row index: the embedding of a row that finished a pooling request.
+    """
+
+    tokens: I32
+    faults: U8
+    logprobs: Mapping[int, RowLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, RowLogprobs] = field(default_factory=dict)
+    pooled: Mapping[int, F32] = field(default_factory=dict)
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def wait(self) -> StepResult:
+        """Block until the step's tokens are on the CPU. Called once, in launch order."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What a runner resolved while it loaded the model.
+
+    Attributes:
+        num_blocks: device KV blocks, block 0 (the null block) included.
+        num_host_blocks: host KV blocks for swapping, 0 without swap space.
+        block_size: tokens a block.
+        max_model_len: longest sequence, prompt and output.
+        vocab_size: rows of the LM head; every token id is below it.
+        eos_token_ids: from generation_config, else config.
+    """
+
+    num_blocks: int
+    num_host_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    hidden_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+class Runner(Protocol):
+    """Runs plans on one device. `engine_core.runner` runs real models, `engine_core.scripted` a scripted one."""
+
+    info: RunnerInfo
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start a step; return without waiting for the device."""
+
+    def shutdown(self) -> None: ...

@@ -1,0 +1,210 @@
+"""Every message between processes: a closed set of frozen dataclasses. Knows bytes, not meanings.
+
+On the wire a message is one msgpack array `[PROTOCOL_VERSION, kind, field, ...]` (fields in the order below, new
+fields last with defaults) followed by the raw frames of its tensors. `codec` turns messages into frames and back.
+
+Delivery. Each direction of a client's connection to an engine is a numbered stream: kinds marked (numbered) carry
+`number`, counted from 1, and are repeated until the peer acknowledges them (`seen`, cumulative). `epoch` names one life
+of an engine; a message of another epoch is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PROTOCOL_VERSION = 1
+
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
+
+
+class FinishReason(IntEnum):
+    """Why a request ended; 0 = not ended. Travels as one byte."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+    TIMEOUT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFrame:
+    """A tensor on the wire: header in the message, bytes in a frame of their own, never copied above 64 KiB.
+
+    Attributes:
+        dtype: a name from `codec.DTYPES` ("float32", "bfloat16", "int32", ...).
+        shape: at most 8 dimensions.
+        buffer: C-contiguous bytes; its length equals the product of shape and item size.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    buffer: bytes | memoryview
+
+
+# --- client to engine, over PUSH -> PULL ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """(numbered) A request. Adding the same (client, number) twice is one request.
+
+    Attributes:
+        client: the 16 random bytes of the client's connection.
+        handle: u32 chosen by the client, unique with `client`; names the request from now on.
+        prompt: int32 [n] token ids.
+        params: `SamplingParams.to_wire()`.
+        options: sparse extras: priority (int), cache_salt (str), timeout (s), queue_timeout (s),
+            pooling ("mean" or "last"), emitted (int: the last `emitted` ids of prompt are output of a resumed request).
+        prompt_embeds: float32 or bfloat16 [n, hidden], or None.
+    """
+
+    epoch: bytes
+    client: bytes
+    number: int
+    handle: int
+    prompt: TensorFrame
+    params: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    prompt_embeds: TensorFrame | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """(numbered) End these requests. Unknown handles are no error: the request may have ended already."""
+
+    epoch: bytes
+    client: bytes
+    number: int
+    handles: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Utility:
+    """(numbered) Call one of the engine's named methods; answered by `Result` with the same `call`."""
+
+    epoch: bytes
+    client: bytes
+    number: int
+    call: int
+    method: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+# --- client to engine, over DEALER -> ROUTER ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First word of a client; answered by Ready."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Every second, and after every few messages: `seen` = highest number received in order."""
+
+    epoch: bytes
+    seen: int
+
+
+# --- engine to client, over ROUTER -> DEALER ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What the engine resolved: model, max_model_len, vocab_size, block_size, num_blocks, dtype, device, limits."""
+
+    epoch: bytes
+    version: str
+    engine: int
+    resolved: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Output of some requests of one client, one entry a handle. Two of them merge into one for a slow reader.
+
+    Attributes:
+        handles: uint32 [n].
+        counts: uint32 [n], tokens of each handle in `tokens` (0..k).
+        tokens: int32 [sum(counts)].
+        finish: uint8 [n] of FinishReason.
+        extras: sparse: index into handles -> dict; keys: code and message (errors), stop_token, seed, cached_tokens,
+            logprobs / prompt_logprobs / pooled (lists of positions in `frames`).
+        frames: tensors named by extras.
+    """
+
+    handles: U32
+    counts: U32
+    tokens: I32
+    finish: U8
+    extras: dict[int, dict[str, Any]] = field(default_factory=dict)
+    frames: tuple[TensorFrame, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """(numbered) Output of one step (or of several, merged) for one client.
+
+    Attributes:
+        load: (requests running, requests waiting, tokens outstanding), for balancing.
+    """
+
+    epoch: bytes
+    number: int
+    columns: Columns
+    load: tuple[int, int, int] = (0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """(numbered) Answer to a Utility call, or one chunk of it: `frames` of all chunks joined in order, value last."""
+
+    epoch: bytes
+    number: int
+    call: int
+    last: bool
+    error_code: str
+    error: str
+    value: Any = None
+    frames: tuple[TensorFrame, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Every second. `steps` moves while there is work; `sent` = highest number sent, `seen` = highest received."""
+
+    epoch: bytes
+    sent: int
+    seen: int
+    steps: int
+    running: int
+    waiting: int
+    tokens: int
+    monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """Last words of an engine that ends on an error."""
+
+    epoch: bytes
+    code: str
+    message: str
+    phase: str
+    rank: int
+    traceback: str
+
+
+Numbered = Add | Abort | Utility | Step | Result
+Message = Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | Dead

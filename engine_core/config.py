@@ -49,7 +49,8 @@ class EngineConfig:
         address: None binds ipc sockets in the runtime directory; "tcp://HOST" binds two ports on that interface.
         runtime_dir: folder of deployment.json and sockets; None makes a fresh one.
         ready_timeout: seconds from start to ready.
-        step_timeout: seconds without progress, while there is work, after which an engine counts as stuck.
+        step_timeout: seconds that one step may compute before the engine counts as stuck (an engine that does nothing
+            at all while there is work is ended after 5 s).
         shutdown_timeout: seconds to drain on a first SIGTERM or SIGINT.
         custom_ops: kernel name to "module:function" that replaces it.
         tensor_parallel_size, data_parallel_size: ranks; more than one is not supported yet.

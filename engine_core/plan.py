@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.transport.errors import WavecoreError
 
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
@@ -36,6 +37,7 @@ class Admission:
         params: sampling parameters; `params.seed` is always resolved to a number by now.
         choice: index of this sequence among the request's `n` choices, part of the random key.
         prompt_embeds: float32 [n, hidden] that stand in for token embeddings, or None.
+        pooling: "mean" or "last" for an embedding request, "" for generation.
     """
 
     slot: int
@@ -44,6 +46,7 @@ class Admission:
     params: SamplingParams
     choice: int = 0
     prompt_embeds: F32 | None = None
+    pooling: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,8 @@ class RunnerInfo:
         max_model_len: longest sequence, prompt and output.
         vocab_size: rows of the LM head; every token id is below it.
         eos_token_ids: from generation_config, else config.
+        swap_block_seconds: measured time to copy one KV block to the host, or back.
+        model_path: the local folder or file that holds the model, "" for a scripted one.
     """
 
     num_blocks: int
@@ -143,6 +148,8 @@ class RunnerInfo:
     eos_token_ids: tuple[int, ...]
     dtype: str
     device: str
+    model_path: str = ""
+    swap_block_seconds: float = 0.0
 
 
 class Runner(Protocol):
@@ -153,4 +160,29 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step; return without waiting for the device."""
 
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes by use: weights, kv_cache, ..."""
+
     def shutdown(self) -> None: ...
+
+
+class RequestFault(WavecoreError):
+    """The step failed, and one request is to blame: it ends, all others are computed again.
+
+    Raised by `launch` or `wait`. The runner then has dropped every step that was launched and not waited for: nobody
+    will wait for them, and all requests come back with new admissions.
+
+    Args:
+        slot: the slot of the request at fault.
+        message: what happened, for its client.
+    """
+
+    def __init__(self, slot: int, message: str) -> None:
+        super().__init__(message)
+        self.slot = slot
+
+
+class OutOfMemory(WavecoreError):
+    """The step did not fit into memory. Raised like RequestFault; what was launched has been dropped, too."""
+
+    code = "resource"

@@ -11,28 +11,36 @@
     |   +-- Overloaded          refused at the door; try again later
     |   +-- RequestTimeout      a deadline of the request passed (also a TimeoutError)
     |   +-- NumericalError      NaN or infinity in the request's logits
+    +-- ResourceError           a port, memory, file descriptors: the machine cannot give what is needed
     +-- StartError              a process did not become ready
     +-- EngineDead              an engine process ended or stopped answering
 
 Every message says what happened, where (rank, phase), why (signal, last log lines) and what to do next.
-`code` is the stable name that travels on the wire and that clients may match on.
+`code` is the stable name that travels on the wire and that clients may match on. `exit_code` is what a program ends
+with when nobody handles the error: 2 usage, 3 port or other resource, 4 model, 5 an engine did not start or died.
+(0 is a clean end, 130 an interrupt.)
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class WavecoreError(Exception):
     """Base of everything this package raises on purpose."""
 
     code = "internal"
+    exit_code = 5
 
 
 class ConfigError(WavecoreError, ValueError):
     code = "config"
+    exit_code = 2
 
 
 class ModelError(WavecoreError, ValueError):
     code = "model"
+    exit_code = 4
 
 
 class ValidationError(WavecoreError, ValueError):
@@ -44,6 +52,7 @@ class ValidationError(WavecoreError, ValueError):
     """
 
     code = "validation"
+    exit_code = 2
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -52,10 +61,18 @@ class ValidationError(WavecoreError, ValueError):
 
 class NotSupportedError(WavecoreError):
     code = "not_supported"
+    exit_code = 2
 
 
 class ProtocolError(WavecoreError):
+    """Bytes that break the protocol.
+
+    Attributes:
+        partial: message class and the fields that were sound before the fault, so that whoever sent it can be answered.
+    """
+
     code = "protocol"
+    partial: tuple[type, dict[str, Any]] | None = None
 
 
 class MessageTooLarge(ProtocolError):
@@ -76,6 +93,11 @@ class RequestTimeout(RequestError, TimeoutError):
 
 class NumericalError(RequestError):
     code = "numerical"
+
+
+class ResourceError(WavecoreError):
+    code = "resource"
+    exit_code = 3
 
 
 class StartError(WavecoreError):

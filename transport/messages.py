@@ -62,7 +62,7 @@ class Add:
         handle: u32 chosen by the client, unique with `client`; names the request from now on.
         prompt: int32 [n] token ids.
         params: `SamplingParams.to_wire()`.
-        options: sparse extras: priority (int), cache_salt (str), timeout (s), queue_timeout (s),
+        options: sparse extras: priority (int), cache_salt (str), timeout, queue_timeout, first_token_timeout (s),
             pooling ("mean" or "last"), emitted (int: the last `emitted` ids of prompt are output of a resumed request).
         prompt_embeds: float32 or bfloat16 [n, hidden], or None.
     """
@@ -111,10 +111,14 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Every second, and after every few messages: `seen` = highest number received in order."""
+    """Every second, and after every few messages: `seen` = highest number received in order.
+
+    `gap` asks for everything after `seen` again, at once.
+    """
 
     epoch: bytes
     seen: int
+    gap: bool = False
 
 
 # --- engine to client, over ROUTER -> DEALER ------------------------------------------------------------------------
@@ -182,7 +186,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Every second. `steps` moves while there is work; `sent` = highest number sent, `seen` = highest received."""
+    """Every second, and after every few messages. `steps` moves while there is work.
+
+    `sent` = highest number sent, `seen` = highest received in order; `gap` asks for everything after `seen` again.
+    """
 
     epoch: bytes
     sent: int
@@ -192,6 +199,14 @@ class Heartbeat:
     waiting: int
     tokens: int
     monotonic: float
+    gap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The engine holds no session of this client: it was silent for too long, or the engine is another life."""
+
+    epoch: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,4 +222,4 @@ class Dead:
 
 
 Numbered = Add | Abort | Utility | Step | Result
-Message = Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | Dead
+Message = Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | Gone | Dead

@@ -1,0 +1,94 @@
+"""`python -m wavecore.engine_core`: one engine process, started by a supervisor (transport.supervisor).
+
+Exit codes: 0 stopped, 2 settings, 3 port or other resource, 4 model, 5 died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.core import EngineCore
+from wavecore.engine_core.factory import make_runner
+from wavecore.engine_core.plan import RunnerInfo
+from wavecore.engine_core.proc import EngineCoreProc
+from wavecore.transport import logs
+from wavecore.transport.child import ChildLife, parser
+from wavecore.transport.curve import CurveServer
+from wavecore.transport.errors import EngineDead, WavecoreError, from_code
+from wavecore.transport.version import VERSION
+
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    arguments = parser("wavecore.engine_core")
+    arguments.add_argument("--index", type=int, required=True)
+    arguments.add_argument("--runtime-dir", type=Path, required=True)
+    arguments.add_argument("--input", required=True)
+    arguments.add_argument("--output", required=True)
+    args = arguments.parse_args()
+    life = ChildLife(args)
+    writer = logs.set_up(f"engine {args.index}")
+    try:
+        return _serve(args, life)
+    finally:
+        writer.close()
+
+
+def _serve(args: argparse.Namespace, life: ChildLife) -> int:
+    try:
+        proc = _build(args, life)
+    except Exception as error:
+        words = life.report_failure(error)
+        surprise = not isinstance(error, WavecoreError)
+        log.error("engine %d did not start: %s", args.index, words.message, exc_info=surprise)
+        return from_code(words.code, words.message).exit_code
+    try:
+        proc.run()
+    except Exception:  # told by `run` to everybody who needs to know
+        return EngineDead.exit_code
+    return 0
+
+
+def _build(args: argparse.Namespace, life: ChildLife) -> EngineCoreProc:
+    config = EngineConfig.from_json(life.config)
+    life.report_phase("load", 0.0)
+    runner = make_runner(config, life.report_phase)
+    life.report_phase("bind", 0.0)
+    return EngineCoreProc(
+        EngineCore(config, runner),
+        life,
+        index=args.index,
+        epoch=os.urandom(16),
+        version=VERSION,
+        resolved=_resolved(config, runner.info),
+        input_address=args.input,
+        output_address=args.output,
+        curve=CurveServer.load(args.runtime_dir / "keys") if args.input.startswith("tcp:") else None,
+        shutdown_timeout=config.shutdown_timeout,
+    )
+
+
+def _resolved(config: EngineConfig, info: RunnerInfo) -> dict[str, Any]:
+    """What an attached client needs to know: it has no config of its own."""
+    told = (
+        "model",
+        "tokenizer",
+        "skip_tokenizer_init",
+        "served_model_name",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_num_queued_reqs",
+    )
+    return {name: getattr(config, name) for name in told} | asdict(info)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Fixed KV blocks with reference counts, a free list in eviction order, and the map from content hash to block.
+
+A block whose count falls to 0 keeps its content and its hash until it is handed out again (lazy eviction), so a later
+request may still find it. Order of the free list: blocks without a hash first (nothing to lose), then hashed ones,
+least recently used first. Invariant: `find(hash) == block` exactly when `hash_of(block) == hash`.
+
+Block 0 is the null block: never handed out, never freed; padded rows and unused table entries point at it.
+Knows no request and no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """Bookkeeping of `num_blocks` blocks, the null block included; 0 or 1 blocks make an empty pool."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = max(num_blocks, 1)
+        self.num_free = self.num_blocks - 1
+        self.hits = self.evictions = 0
+        self._refs = [0] * self.num_blocks
+        self._hash: list[bytes | None] = [None] * self.num_blocks
+        self._block_of: dict[bytes, int] = {}
+        # Doubly linked list over block ids with O(1) removal; the null block is head and tail at once.
+        self._next = [(i + 1) % self.num_blocks for i in range(self.num_blocks)]
+        self._prev = [(i - 1) % self.num_blocks for i in range(self.num_blocks)]
+
+    @property
+    def usable(self) -> int:
+        """Blocks that can be handed out at all."""
+        return self.num_blocks - 1
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that hold a hash, in use or not."""
+        return len(self._block_of)
+
+    def find(self, digest: bytes) -> int | None:
+        return self._block_of.get(digest)
+
+    def hash_of(self, block: int) -> bytes | None:
+        return self._hash[block]
+
+    def refs(self, block: int) -> int:
+        return self._refs[block]
+
+    def peek(self) -> int:
+        """The block that the next `allocate` hands out. The pool must not be exhausted."""
+        assert self.num_free, "peek into an empty free list"
+        return self._next[NULL_BLOCK]
+
+    def allocate(self) -> int:
+        """Take the first free block, with one reference; its old content leaves the map here and not earlier."""
+        block = self.peek()
+        self._unlink(block)
+        self.num_free -= 1
+        if self._hash[block] is not None:
+            self.evictions += 1
+            self.forget(block)
+        self._refs[block] = 1
+        return block
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block; a free one leaves the free list with its content."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                self._unlink(block)
+                self.num_free -= 1
+            self._refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One reference less. Give a sequence's blocks tail first: a suffix is useless without its prefix, so the
+        suffix must be evicted earlier."""
+        for block in blocks:
+            assert self._refs[block] > 0, f"block {block} released more often than acquired"
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self.num_free += 1
+                if self._hash[block] is None:
+                    self._link_after(block, NULL_BLOCK)
+                else:
+                    self._link_after(block, self._prev[NULL_BLOCK])
+
+    def register(self, block: int, digest: bytes) -> bool:
+        """Make `block` findable. False when it has a hash already or another block holds the same content."""
+        if self._hash[block] is not None or digest in self._block_of:
+            return False
+        self._hash[block] = digest
+        self._block_of[digest] = block
+        return True
+
+    def forget(self, block: int) -> None:
+        """Take the block's content out of the map (evicted, or not to be trusted any more)."""
+        digest = self._hash[block]
+        if digest is not None:
+            self._hash[block] = None
+            del self._block_of[digest]
+
+    def forget_all(self) -> None:
+        for block in list(self._block_of.values()):
+            self.forget(block)
+
+    def check_integrity(self, expected_refs: dict[int, int]) -> None:
+        """Recount everything; AssertionError names the first difference. `expected_refs`: block -> owners counted."""
+        free: list[int] = []
+        block = self._next[NULL_BLOCK]
+        while block != NULL_BLOCK:
+            assert self._prev[self._next[block]] == block, f"free list broken at block {block}"
+            free.append(block)
+            assert len(free) < self.num_blocks, "free list has a cycle"
+            block = self._next[block]
+        assert len(free) == self.num_free, f"{len(free)} blocks on the free list, {self.num_free} counted"
+        on_list = set(free)
+        assert self._refs[NULL_BLOCK] == 0 and self._hash[NULL_BLOCK] is None, "the null block was used"
+        for block in range(1, self.num_blocks):
+            owners = expected_refs.get(block, 0)
+            assert self._refs[block] == owners, f"block {block}: {self._refs[block]} references, {owners} owners"
+            assert (owners == 0) == (block in on_list), f"block {block}: {owners} owners, free: {block in on_list}"
+        assert NULL_BLOCK not in expected_refs, "the null block has an owner"
+        held = {digest: block for block, digest in enumerate(self._hash) if digest is not None}
+        assert held == self._block_of, "prefix map and the blocks' hashes differ"
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before] = after
+        self._prev[after] = before
+
+    def _link_after(self, block: int, before: int) -> None:
+        after = self._next[before]
+        self._next[before] = self._prev[after] = block
+        self._prev[block], self._next[block] = before, after

@@ -1,0 +1,249 @@
+"""Which blocks a request holds, on the device and on the host; prefix reuse, copy-on-write, swap.
+
+All decisions are written down as *events* for the next step plan. The runner applies a plan's swap-outs, swap-ins and
+copies, in this order, before its rows run, and one plan after the other. So a block that a swap-out reads may be
+handed out again at once. Every other block of a transfer must stay what it is until that plan ran: the transfer owns a
+reference (`owned`) until the step came back.
+
+The host pool holds swapped-out requests (referenced) and, as a second tier, evicted prefix blocks (free, hashed).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from wavecore.engine_core import block_hash
+from wavecore.engine_core.block_pool import BlockPool
+from wavecore.engine_core.plan import RunnerInfo
+from wavecore.engine_core.request import Request
+from wavecore.engine_core.slots import NEVER
+
+BLOCK_BYTES = 2 << 20
+
+
+def choose_block_size(kv_bytes_per_token: int) -> int:
+    """Tokens a block, a power of two from 16 to 128: the smallest that makes a block 2 MiB.
+
+    Small blocks share prefixes finely; large ones make block tables, hashing and copies cheap. A model with little KV
+    a token can afford many tokens a block.
+    """
+    size = 16
+    while size < 128 and size * kv_bytes_per_token < BLOCK_BYTES:
+        size *= 2
+    return size
+
+
+@dataclass(slots=True)
+class KVEvents:
+    """What the next plan must tell the runner; `table` entries are (slot, first index, block ids)."""
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    table: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    owned: list[tuple[BlockPool, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """Reusable start of a sequence: `shared` device blocks, then one entry a block to fill from `sources`."""
+
+    shared: list[int]
+    sources: list[tuple[BlockPool, int]]
+    tokens: int
+
+
+class KVCacheManager:
+    """KV blocks of all requests of one engine."""
+
+    def __init__(self, info: RunnerInfo, *, prefix_caching: bool, watermark: float) -> None:
+        self.block_size = info.block_size
+        self.device = BlockPool(info.num_blocks)
+        self.host = BlockPool(info.num_host_blocks + 1)  # host block ids count from 0; see `_host_id`
+        self.prefix_caching = prefix_caching
+        self.watermark = int(watermark * self.device.usable)
+        self.events = KVEvents()
+        self.swap_pays = True  # copying a block out and back costs less than computing it again
+        self.queries = self.hits = 0  # prompt tokens looked up, and found
+        self._registered: set[int] = set()  # by rows of the plan in the making: not yet written when copies run
+
+    def take_events(self) -> KVEvents:
+        """The events of the plan that is now complete."""
+        events, self.events = self.events, KVEvents()
+        self._registered.clear()
+        return events
+
+    def settle(self, events: KVEvents) -> None:
+        """The plan's transfers are done."""
+        for pool, block in events.owned:
+            pool.release((block,))
+
+    # --- a request comes and goes ---------------------------------------------------------------------------------
+
+    def admit(self, request: Request, source: Request | None, reserve: int) -> int | None:
+        """Give the request blocks for all its tokens, reusing what is there; at least one token stays to compute.
+
+        The whole sequence must fit at once: two half-prefilled prompts can then never fight for the rest.
+
+        Args:
+            source: a running request with the same prompt, computed by earlier steps, to share blocks with.
+            reserve: blocks that must stay free.
+
+        Returns: tokens whose KV is there, or None when there is no room now.
+        """
+        if self.prefix_caching:  # output known since the prompt was hashed
+            block_hash.extend(request.hashes, request.root, request.tokens, self.block_size)
+        total = -(-len(request.tokens) // self.block_size)
+        prefix = self._fork(request, source) if source is not None else self._find(request)
+        blocks = self._claim(prefix, total, reserve)
+        if blocks is None and prefix.sources and not request.host_blocks:
+            # A copied last block needs its source and its copy at once, one block more than the sequence alone.
+            cut = _Prefix(prefix.shared, [], len(prefix.shared) * self.block_size)
+            blocks, prefix = self._claim(cut, total, reserve), cut
+        if blocks is None:
+            return None
+        if request.host_blocks:
+            self.host.release(reversed(request.host_blocks))
+            request.host_blocks, request.swapped = [], 0
+        elif source is None:
+            self.queries += len(request.tokens)
+            self.hits += prefix.tokens
+        request.blocks = blocks
+        return prefix.tokens
+
+    def grow(self, request: Request, slot: int, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all. False when no block is free; what was added stays."""
+        while len(request.blocks) * self.block_size < num_tokens:
+            if not self.device.num_free:
+                return False
+            block = self._allocate()
+            self.events.table.append((slot, len(request.blocks), [block]))
+            request.blocks.append(block)
+        return True
+
+    def free(self, request: Request) -> None:
+        self.device.release(reversed(request.blocks))
+        self.host.release(reversed(request.host_blocks))
+        request.blocks, request.host_blocks, request.swapped = [], [], 0
+
+    def swap_out(self, request: Request, num_tokens: int) -> bool:
+        """Copy the blocks of its `num_tokens` computed tokens to the host and free them. False if that cannot be, or
+        does not pay."""
+        needed = -(-num_tokens // self.block_size)
+        if not self.swap_pays or self.host.num_free < needed:
+            return False
+        request.host_blocks = [self.host.allocate() for _ in range(needed)]
+        self._own(self.host, request.host_blocks)
+        pairs = zip(request.blocks, request.host_blocks, strict=False)  # a block beyond the computed tokens is empty
+        self.events.swap_out += [(block, _host_id(host)) for block, host in pairs]
+        request.swapped = num_tokens
+        self.device.release(reversed(request.blocks))
+        request.blocks = []
+        return True
+
+    # --- prefix map -----------------------------------------------------------------------------------------------
+
+    def register(self, request: Request, num_tokens: int) -> None:
+        """Let others find the full blocks among the first `num_tokens`; their hashes must be in `request.hashes`."""
+        if not self.prefix_caching:
+            return
+        for i in range(num_tokens // self.block_size):
+            if self.device.register(request.blocks[i], request.hashes[i]):
+                self._registered.add(request.blocks[i])
+
+    def register_next(self, request: Request, tokens: block_hash.Tokens, next_cache: int) -> int:
+        """Same for a running request whose block up to `next_cache` is computed; returns the next such length."""
+        if not self.prefix_caching:
+            return NEVER
+        block_hash.extend(request.hashes, request.root, tokens[:next_cache], self.block_size)
+        i = next_cache // self.block_size - 1
+        self.device.register(request.blocks[i], request.hashes[i])
+        return next_cache + self.block_size
+
+    def forget(self, request: Request) -> None:
+        """Its blocks' content is not to be trusted."""
+        for block in request.blocks:
+            self.device.forget(block)
+
+    def reset(self) -> None:
+        """Forget all prefixes; blocks in use stay with their owners."""
+        self.device.forget_all()
+        self.host.forget_all()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _find(self, request: Request) -> _Prefix:
+        """The longest known prefix: device blocks by hash, then host blocks (its own, or the second tier)."""
+        n = request.swapped or len(request.tokens)
+        if request.needs_prompt_states:
+            return _Prefix([], [], 0)
+        shared: list[int] = []
+        sources: list[tuple[BlockPool, int]] = []
+        for i in range(-(-n // self.block_size)):
+            digest = request.hashes[i] if i < len(request.hashes) else None
+            block = None if digest is None or sources else self.device.find(digest)
+            if block is not None:
+                shared.append(block)
+            elif request.host_blocks:
+                sources.append((self.host, request.host_blocks[i]))
+            elif digest is not None and (host := self.host.find(digest)) is not None:
+                sources.append((self.host, host))
+            else:
+                break
+        found = min((len(shared) + len(sources)) * self.block_size, n)
+        if found == len(request.tokens) and not sources:
+            # All of it is there. The last token must run to give logits, and would write into a shared block.
+            last = shared.pop()
+            found -= self.block_size
+            if last not in self._registered:
+                sources.append((self.device, last))
+                found += self.block_size - 1
+        elif found == len(request.tokens):
+            found -= 1
+        return _Prefix(shared, sources, found)
+
+    def _fork(self, request: Request, source: Request) -> _Prefix:
+        """Share the prompt's blocks; the one that holds its last token is copied, since both will write there."""
+        tokens = len(request.tokens) - 1
+        full = tokens // self.block_size
+        sources = [(self.device, source.blocks[full])] if tokens % self.block_size else []
+        return _Prefix(source.blocks[:full], sources, tokens)
+
+    def _claim(self, prefix: _Prefix, total: int, reserve: int) -> list[int] | None:
+        fresh = total - len(prefix.shared)
+        copied = [block for pool, block in prefix.sources if pool is self.device]
+        idle = sum(self.device.refs(block) == 0 for block in (*prefix.shared, *copied))
+        if self.device.num_free - idle - fresh < reserve:
+            return None
+        # Hits are touched before anything is allocated: allocation evicts, and must not evict a hit.
+        self.device.acquire(prefix.shared)
+        for pool, block in prefix.sources:
+            self._own(pool, [block])
+        blocks = list(prefix.shared)
+        for pool, block in prefix.sources:
+            blocks.append(self._allocate())
+            if pool is self.host:
+                self.events.swap_in.append((_host_id(block), blocks[-1]))
+            else:
+                self.events.copies.append((block, blocks[-1]))
+        blocks += [self._allocate() for _ in range(total - len(blocks))]
+        return blocks
+
+    def _allocate(self) -> int:
+        block = self.device.peek()
+        digest = self.device.hash_of(block)
+        if self.swap_pays and digest is not None and self.host.num_free and self.host.find(digest) is None:
+            host = self.host.allocate()
+            self.host.register(host, digest)
+            self.events.owned.append((self.host, host))
+            self.events.swap_out.append((block, _host_id(host)))
+        return self.device.allocate()
+
+    def _own(self, pool: BlockPool, blocks: list[int]) -> None:
+        pool.acquire(blocks)
+        self.events.owned += [(pool, block) for block in blocks]
+
+
+def _host_id(block: int) -> int:
+    """The host pool's block 0 is its null block; the runner's host blocks count from 0."""
+    return block - 1

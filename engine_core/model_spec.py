@@ -1,0 +1,144 @@
+"""One model's architecture in numbers: what a config.json or a GGUF header comes down to. Knows no file format.
+
+parameter           shape                                   present
+embed               [vocab, hidden]                         always
+lm_head             [vocab, hidden]                         unless tied to embed
+norm                [hidden]                                always
+layers.N.*          input_norm, qkv(_bias), q_norm, k_norm, o(_bias), post_attn_norm,
+                    mlp_norm, gate_up(_bias), down(_bias), post_mlp_norm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wavecore.transport.errors import ModelError
+
+MAX_LAYERS = 1 << 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary embedding of some layers.
+
+    Attributes:
+        dim: rotated dimensions of a head.
+        kind: "default", "linear", "dynamic", "llama3", "yarn", "longrope" or "factors" (a divisor per frequency).
+        settings: the numbers that the kind needs, as config.json names them.
+    """
+
+    theta: float
+    dim: int
+    kind: str = "default"
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One model's architecture in numbers.
+
+    Attributes:
+        windows: per layer, tokens a query sees, itself included; 0 = all.
+        ropes: the distinct rotary tables; `rope_of_layer` says which one a layer uses.
+        norm_offset: added to every norm weight (Gemma stores weight - 1).
+        post_norms: norms after attention and after the MLP as well (Gemma).
+        scale: factor of the attention scores.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    rms_norm_eps: float
+    tied: bool
+    windows: tuple[int, ...]
+    ropes: tuple[Rope, ...]
+    rope_of_layer: tuple[int, ...]
+    scale: float
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    gelu: bool = False
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    embed_scale: float = 1.0
+    attn_soft_cap: float = 0.0
+    final_soft_cap: float = 0.0
+    dtype: str = "float32"
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers in the keys and values of one token, all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's name and shape."""
+        hidden, heads = self.hidden_size, self.num_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, hidden), "norm": (hidden,)}
+        if not self.tied:
+            shapes["lm_head"] = (self.vocab_size, hidden)
+        layer: dict[str, tuple[int, ...]] = {
+            "input_norm": (hidden,),
+            "qkv": (self.qkv_rows, hidden),
+            "o": (hidden, heads),
+            "mlp_norm": (hidden,),
+            "gate_up": (2 * self.intermediate_size, hidden),
+            "down": (hidden, self.intermediate_size),
+        }
+        if self.qkv_bias:
+            layer["qkv_bias"] = (self.qkv_rows,)
+        if self.o_bias:
+            layer["o_bias"] = (hidden,)
+        if self.mlp_bias:
+            layer |= {"gate_up_bias": (2 * self.intermediate_size,), "down_bias": (hidden,)}
+        if self.qk_norm:
+            layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+        if self.post_norms:
+            layer |= {"post_attn_norm": (hidden,), "post_mlp_norm": (hidden,)}
+        for i in range(self.num_layers):
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Typed, bounded reads from a config that may lie."""
+
+    values: Mapping[str, Any]
+    path: Path
+
+    def whole(self, name: str, default: int | None = None, low: int = 1, high: int = 1 << 28) -> int:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if type(value) is not int or not low <= value <= high:
+            raise ModelError(f"{self.path}: {name} must be a whole number from {low} to {high}, not {value!r:.40}")
+        return value
+
+    def real(self, name: str, default: float) -> float:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if type(value) not in (int, float) or not 0 <= value < 1e12:
+            raise ModelError(f"{self.path}: {name} must be a number, not {value!r:.40}")
+        return float(value)
+
+
+def checked(spec: ModelSpec, path: Path) -> ModelSpec:
+    """Refuse sizes that contradict each other before anything is allocated by them."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise ModelError(f"{path}: {spec.num_heads} heads do not divide into {spec.num_kv_heads} KV heads")
+    if spec.head_dim % 2 or any(rope.dim % 2 or not 0 < rope.dim <= spec.head_dim for rope in spec.ropes):
+        raise ModelError(f"{path}: head_dim {spec.head_dim} and its rotated part must be even")
+    return spec

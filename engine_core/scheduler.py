@@ -1,0 +1,268 @@
+"""Plans steps: one token budget, no phases.
+
+A request has `computed` tokens chasing `length`; a prompt, a chunk of it, a cached prefix and a decode step are one
+case. Counters advance when a step is planned and token ids follow when it came back, so a plan never waits for a
+token and several steps may be in flight.
+
+Rules: running requests first, best key first; nothing is admitted in a step where somebody had to make room; a request
+is admitted only with blocks for its whole sequence. A running request that needs a block takes it from the worst one
+behind it; the last in line just skips the step. So the first in line always moves, and everything ends.
+Knows no device, no socket and no text.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.kv_manager import KVEvents
+from wavecore.engine_core.lifecycle import Lifecycle
+from wavecore.engine_core.plan import Admission, StepPlan
+from wavecore.engine_core.request import Request
+from wavecore.engine_core.slots import NEVER
+
+Rows = npt.NDArray[np.intp]
+I32 = npt.NDArray[np.int32]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A plan and what `step_update` needs besides: the plan's slots as an index, ends = starts + query_lens."""
+
+    plan: StepPlan
+    slots: Rows
+    ends: I32
+    samples: npt.NDArray[np.bool_]
+    events: KVEvents
+
+
+class Scheduler:
+    """Turns the state of the requests into the next step's plan."""
+
+    def __init__(self, config: EngineConfig, life: Lifecycle) -> None:
+        self.life = life
+        self.budget = config.max_num_batched_tokens
+        self.chunked = config.enable_chunked_prefill
+        self.blocked = ""  # why the head of the queue was not admitted by the last plan
+        self._admitted: list[Admission] = []
+
+    def schedule(self) -> Scheduled | None:
+        """Plan the next step; None when no row can run now."""
+        self.life.expire()
+        if self.life.policy.preempts:
+            self._admit_urgent()
+        rows, lens, left = self._running_rows()
+        rows, lens, all_fit = self._grow(rows, lens)
+        if all_fit:
+            rows, lens = self._admit(rows, lens, left)
+        else:
+            self.blocked = "a running request had to make room or to skip this step"
+        if not len(rows):
+            return None
+        return self._commit(rows, lens)
+
+    def shrink_budget(self) -> None:
+        """Plan smaller steps from now on: a step ran out of memory. Decode rows always run, whatever the budget."""
+        self.budget = max(self.budget // 2, 1)
+        logger.warning("steps are cut to %d tokens; start with a lower max_num_batched_tokens", self.budget)
+
+    # --- running requests -----------------------------------------------------------------------------------------
+
+    def _running_rows(self) -> tuple[Rows, I32, int]:
+        """Rows of running requests in key order, their query lengths, and the budget that is left."""
+        s = self.life.slots
+        rows = s.ordered()
+        need = s.length[rows] - s.computed[rows]
+        left = self.budget - int(need.sum())
+        if left >= 0:
+            return rows, need, left
+        # Decode rows first: there are never more than the configured budget. The rest goes to prompts, best key first.
+        prompt = np.where(need > 1, need, 0)
+        room = max(self.budget - int((need == 1).sum()), 0)
+        share = np.clip(room - (np.cumsum(prompt) - prompt), 0, prompt)
+        lens = np.where(need > 1, share, need).astype(np.int32)
+        chosen = lens > 0
+        return rows[chosen], lens[chosen], 0
+
+    def _grow(self, rows: Rows, lens: I32) -> tuple[Rows, I32, bool]:
+        """Blocks for the new tokens. False when somebody had to make room or to skip the step."""
+        s = self.life.slots
+        kv = self.life.kv
+        ends = s.computed[rows] + lens
+        short = (ends > s.capacity[rows]).nonzero()[0]
+        if not len(short):
+            return rows, lens, True
+        skipped: list[int] = []
+        preempted = False
+        for i in short.tolist():
+            slot = int(rows[i])
+            if not s.runs[slot]:
+                continue  # it made room for a better one
+            request = s.at(slot)
+            while not kv.grow(request, slot, int(ends[i])):
+                victim = self._worst()
+                if victim == slot:
+                    skipped.append(i)
+                    break
+                self.life.preempt(victim, f"request {request.handle} needed a block")
+                preempted = True
+            s.capacity[slot] = len(request.blocks) * kv.block_size
+        if not (preempted or skipped):
+            return rows, lens, True
+        keep = s.runs[rows]
+        keep[skipped] = False
+        return rows[keep], lens[keep], False
+
+    def _worst(self) -> int:
+        """The running slot with the last key; the order may hold some that just made room."""
+        s = self.life.slots
+        return next(slot for slot in reversed(s.order.tolist()) if s.runs[slot])
+
+    # --- waiting requests -----------------------------------------------------------------------------------------
+
+    def _admit(self, rows: Rows, lens: I32, left: int) -> tuple[Rows, I32]:
+        """Waiting requests, in order, as long as budget, slots and blocks last."""
+        s = self.life.slots
+        new: list[tuple[int, int]] = []
+        self.blocked = ""
+        while (request := self.life.waiting.peek()) is not None:
+            n = len(request.tokens)
+            # A request resumed after a preemption may be longer than one step, even with chunked prefill off.
+            least = 1 if self.chunked or n > self.budget else n
+            if left < least:
+                self.blocked = f"{left} tokens of the step's budget of {self.budget} were left"
+                break
+            slot = self._start(request)
+            if slot is None:
+                break
+            computed = int(s.computed[slot])
+            length = min(n - computed, left)
+            left -= length
+            new.append((slot, length))
+            # A request admitted later in this step may share what this row is about to write.
+            self.life.kv.register(request, computed + length)
+        if not new:
+            return rows, lens
+        added = np.array(new, np.int32)
+        return np.concatenate((rows, added[:, 0])), np.concatenate((lens, added[:, 1]))
+
+    def _start(self, request: Request) -> int | None:
+        life = self.life
+        if not life.slots.free:
+            self.blocked = f"all {life.slots.num_slots} places (max_num_seqs) are taken"
+            return None
+        reserve = life.kv.watermark if life.num_running else 0
+        admission = life.start(request, reserve)
+        if admission is None:
+            pool = life.kv.device
+            self.blocked = (
+                f"blocks for {len(request.tokens)} tokens are needed at once; {pool.num_free} of {pool.usable} blocks "
+                f"are free, {reserve} of them in reserve"
+            )
+            return None
+        self._admitted.append(admission)
+        return admission.slot
+
+    def _admit_urgent(self) -> None:
+        """A request of a better priority class than a running one does not wait for that to end."""
+        s = self.life.slots
+        while (request := self.life.waiting.peek()) is not None and len(victims := self._outranked(request)):
+            if self._start(request) is not None:
+                continue
+            if not s.free and self.life.num_running > len(s.ordered()):
+                return  # a slot is coming free
+            missing = -(-len(request.tokens) // self.life.kv.block_size) - self.life.kv.device.num_free
+            if s.free and missing > sum(len(s.at(slot).blocks) for slot in victims.tolist()):
+                return  # pushing them all out would not help
+            cause = f"request {request.handle} of priority {request.priority} is more urgent"
+            self.life.preempt(int(victims[-1]), cause)
+
+    def _outranked(self, request: Request) -> Rows:
+        """Running slots of a worse priority class and with a worse key, worst last."""
+        s = self.life.slots
+        rows = s.ordered()
+        major = s.major[rows]
+        behind = (major > request.major) | ((major == request.major) & (s.minor[rows] > request.minor))
+        victims: Rows = rows[behind & (s.priority[rows] > request.priority)]
+        return victims
+
+    # --- the plan -------------------------------------------------------------------------------------------------
+
+    def _commit(self, rows: Rows, lens: I32) -> Scheduled:
+        """Advance the counters and write the plan, rows of one token first."""
+        s = self.life.slots
+        if int(lens.max()) > 1:
+            order = np.argsort(lens > 1, kind="stable")
+            rows, lens = rows[order], lens[order]
+        starts = s.computed[rows]
+        ends = starts + lens
+        length = s.length[rows]
+        whole = ends == length
+        samples = whole & s.samples[rows]
+        grown = length + samples
+        s.computed[rows] = ends
+        s.length[rows] = grown
+        s.in_flight[rows] += 1
+        for i in s.prefilling[rows].nonzero()[0].tolist():
+            self._count_prompt(int(rows[i]), int(lens[i]), int(ends[i]), bool(whole[i]))
+        last = whole & ((grown >= s.limit[rows]) | ~samples)
+        for slot in rows[last].tolist():
+            s.stop(slot)
+        events = self.life.kv.take_events()
+        admitted, self._admitted = tuple(self._admitted), []
+        plan = StepPlan(
+            step_id=self.life.totals.steps,
+            slots=s.order32 if rows is s.order else rows.astype(np.int32),
+            starts=starts,
+            query_lens=lens,
+            samples=samples.view(np.uint8),
+            swap_out=_pairs(events.swap_out),
+            swap_in=_pairs(events.swap_in),
+            copies=_pairs(events.copies),
+            admitted=admitted,
+            **_table(events.table),
+        )
+        self.life.totals.steps += 1
+        return Scheduled(plan, rows, ends, samples, events)
+
+    def _count_prompt(self, slot: int, length: int, end: int, whole: bool) -> None:
+        """A row of a prompt, or of a resumed sequence, is planned."""
+        s = self.life.slots
+        request = s.at(slot)
+        self.life.totals.prompt_tokens += length
+        if s.next_cache[slot] != NEVER:
+            self.life.kv.register(request, end)
+        if whole:
+            s.prefilling[slot] = False
+            self.life.release_forks(request)
+
+
+_NONE = np.zeros(0, np.int32)
+_NO_PAIRS = np.zeros((0, 2), np.int32)
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> I32:
+    return np.array(pairs, np.int32) if pairs else _NO_PAIRS
+
+
+def _table(entries: list[tuple[int, int, list[int]]]) -> dict[str, I32]:
+    if not entries:
+        return {"block_slots": _NONE, "block_indices": _NONE, "block_ids": _NONE}
+    slots: list[int] = []
+    indices: list[int] = []
+    ids: list[int] = []
+    for slot, first, blocks in entries:
+        slots += [slot] * len(blocks)
+        indices += range(first, first + len(blocks))
+        ids += blocks
+    return {
+        "block_slots": np.array(slots, np.int32),
+        "block_indices": np.array(indices, np.int32),
+        "block_ids": np.array(ids, np.int32),
+    }

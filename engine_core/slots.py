@@ -1,0 +1,114 @@
+"""The state of running requests as numpy columns, one row a slot.
+
+A steady decode step reads and writes whole columns and never walks requests, so its cost hardly grows with their
+number. Positions of one sequence in a slot, from left to right:
+
+    0 ... num_prompt ...... known ......... length ....... limit
+          |                 |               |              `- ends here, finish reason length
+          |                 |               `- exists on the device once the steps in flight are done
+          |                 `- token ids that are known here
+          computed (anywhere up to length): its KV is computed, or will be by the steps in flight
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from wavecore.engine_core.request import Request
+
+NEVER = (1 << 31) - 1
+
+
+class Slots:
+    """Columns of `num_slots` rows; `tokens` is [num_slots, max_len], touched only as far as sequences reach."""
+
+    def __init__(self, num_slots: int, max_len: int) -> None:
+        def column() -> npt.NDArray[np.int32]:
+            return np.zeros(num_slots, np.int32)
+
+        self.num_slots = num_slots
+        self.requests: list[Request | None] = [None] * num_slots
+        self.free = list(range(num_slots - 1, -1, -1))
+        self.tokens = np.zeros((num_slots, max_len), np.int32)
+        self.computed, self.known, self.length, self.limit = column(), column(), column(), column()
+        self.capacity = column()  # tokens that its blocks hold
+        self.next_cache = column()  # computed length at which the next block may enter the prefix map
+        self.stop_from = column()  # stop ids count from this known length on (min_tokens)
+        self.stop_ids = np.full((num_slots, 1), -1, np.int32)
+        self.in_flight = column()  # steps launched and not yet processed
+        self.client = column()
+        self.handle = np.zeros(num_slots, np.uint32)
+        self.major = np.zeros(num_slots, np.float64)
+        self.minor = np.zeros(num_slots, np.int64)
+        self.priority = column()
+        self.live = np.zeros(num_slots, np.bool_)  # its output counts
+        self.runs = np.zeros(num_slots, np.bool_)  # it wants rows in further steps
+        self.samples = np.zeros(num_slots, np.bool_)
+        self.prefilling = np.zeros(num_slots, np.bool_)  # not all tokens known at admission are scheduled yet
+        self.first = np.zeros(num_slots, np.bool_)  # nothing was sent to the client yet
+        self.order = np.zeros(0, np.intp)  # see `ordered`
+        self.order32 = np.zeros(0, np.int32)
+        self._changed = True
+
+    def take(self, request: Request, client: int, computed: int, capacity: int) -> int:
+        """Give the request a free slot, with `computed` tokens in its blocks."""
+        slot = self.free.pop()
+        n = len(request.tokens)
+        self.requests[slot] = request
+        request.slot = slot
+        self.tokens[slot, :n] = request.tokens
+        self.computed[slot] = computed
+        self.known[slot] = self.length[slot] = n
+        self.limit[slot] = request.limit
+        self.capacity[slot] = capacity
+        self.stop_from[slot] = request.num_prompt + request.params.min_tokens
+        self._set_stop_ids(slot, request.stop_ids)
+        self.in_flight[slot] = 0
+        self.client[slot] = client
+        self.handle[slot] = request.handle
+        self.major[slot], self.minor[slot] = request.major, request.minor
+        self.priority[slot] = request.priority
+        self.live[slot] = self.runs[slot] = self.prefilling[slot] = True
+        self.samples[slot] = request.samples
+        self.first[slot] = not request.reported
+        self._changed = True
+        return slot
+
+    def stop(self, slot: int) -> None:
+        """It gets no rows any more."""
+        self.runs[slot] = False
+        self._changed = True
+
+    def ordered(self) -> npt.NDArray[np.intp]:
+        """Slots that want rows, best key first. `order32` is the same as int32. Neither is ever written to."""
+        if self._changed:
+            rows = np.flatnonzero(self.runs)
+            self.order = rows[np.lexsort((self.minor[rows], self.major[rows]))]
+            self.order32 = self.order.astype(np.int32)
+            self._changed = False
+        return self.order
+
+    def vacate(self, slot: int) -> None:
+        """Free the slot of a request without steps in flight; its known tokens move back into the request."""
+        request = self.requests[slot]
+        assert request is not None and self.in_flight[slot] == 0, f"slot {slot} is still in use"
+        request.tokens = self.tokens[slot, : self.known[slot]].copy()
+        request.slot = -1
+        self.requests[slot] = None
+        self.live[slot] = self.runs[slot] = False
+        self.free.append(slot)
+
+    def at(self, slot: int) -> Request:
+        request = self.requests[slot]
+        assert request is not None, f"slot {slot} is free"
+        return request
+
+    def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
+        width = self.stop_ids.shape[1]
+        if len(ids) > width:
+            wider = np.full((self.num_slots, len(ids)), -1, np.int32)
+            wider[:, :width] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(ids)] = ids

@@ -1,0 +1,221 @@
+"""AsyncLLM: streams of many requests in one event loop, close to vLLM's class of that name."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.frontend.embeddings import Embedded, pooled
+from wavecore.frontend.engine_request import EngineRequest
+from wavecore.frontend.mailbox import Mailbox, OutputKind
+from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput
+from wavecore.frontend.progress import StartBar
+from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
+from wavecore.frontend.service import Service
+from wavecore.frontend.text import Tokenizer
+from wavecore.frontend.vllm_names import engine_config, refuse_method
+from wavecore.frontend.wakers import LoopWaker
+from wavecore.transport.errors import EngineDead
+
+LONG_TEXT = 20_000  # characters; encoding more would hold the event loop up for milliseconds
+
+
+class AsyncLLM:
+    """A model in an engine process of its own, for asyncio programs.
+
+    The constructor blocks until the engine is ready; `await AsyncLLM.start(...)` does the same without blocking the loop.
+
+    Args:
+        model: as in `LLM`.
+        **settings: as in `LLM`.
+    """
+
+    def __init__(self, model: str | Path = "default", **settings: Any) -> None:
+        config = engine_config({"model": str(model), **settings})
+        with StartBar(config.disable_tqdm) as bar:
+            self._attach(Service.start(config, bar))
+
+    @classmethod
+    async def start(cls, model: str | Path = "default", **settings: Any) -> Self:
+        return await asyncio.to_thread(cls, model, **settings)
+
+    @classmethod
+    def connect(cls, runtime_dir: str | Path, timeout: float = 30.0) -> Self:
+        """Attach to a running engine; `shutdown` only lets go of it."""
+        llm = cls.__new__(cls)
+        llm._attach(Service(Path(runtime_dir), None, timeout))
+        return llm
+
+    def _attach(self, service: Service) -> None:
+        self._service = service
+        self._finalizer = weakref.finalize(self, service.close)
+        self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = weakref.WeakKeyDictionary()
+        self._by_id: dict[str, Mailbox] = {}
+
+    # --- generation ----------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        resume: bool = False,
+        output_kind: OutputKind | str = OutputKind.DELTA,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request as they come. Cancelling the task, or leaving the loop, aborts the request.
+
+        Args:
+            prompt: text, token ids, or vLLM's dictionaries.
+            sampling_params: None takes the model's recommended ones.
+            request_id: shown in outputs; None numbers them.
+            priority: lower runs first under scheduling_policy="priority".
+            timeout: seconds; then it ends with finish_reason "timeout" and what it had.
+            resume: let a greedy or seeded request go on after the death of an engine.
+            output_kind: "delta" (what is new, merged for a slow reader), "cumulative" or "final".
+
+        Raises:
+            ValidationError: a value out of bounds.
+            EngineDead, Overloaded, NumericalError, ...: the request failed; what it had was given before.
+        """
+        params = sampling_params or self.get_default_sampling_params()
+        encoded = await self._encode(as_prompt(prompt))
+        options = {"priority": priority, "timeout": timeout, "resume": resume}
+        request = self._service.prepare(encoded, params, request_id=request_id, **options)
+        async for output in self._outputs(request, OutputKind(output_kind)):
+            yield output
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        resume: bool = False,
+        output_kind: OutputKind | str = OutputKind.DELTA,
+        **template_options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """`generate` for a conversation; `template_options` as in `Tokenizer.apply_chat_template`."""
+        params = sampling_params or self.get_default_sampling_params()
+        prompt = await asyncio.to_thread(self._service.chat_prompt, messages, **template_options)
+        options = {"priority": priority, "timeout": timeout, "resume": resume}
+        request = self._service.prepare(prompt, params, request_id=request_id, **options)
+        async for output in self._outputs(request, OutputKind(output_kind)):
+            yield output
+
+    async def embed(
+        self, prompt: PromptType, *, pooling: str = "mean", normalize: bool = True, timeout: float | None = None
+    ) -> EmbeddingRequestOutput:
+        """The embedding of one prompt; as `LLM.embed`."""
+        how = Embedded(pooling, normalize)
+        encoded = await self._encode(as_prompt(prompt))
+        request = self._service.prepare(encoded, how.params, pooling=how.pooling, timeout=timeout)
+        waker = self._waker()
+        mailbox = self._service.submit(request, waker, OutputKind.FINAL)
+        try:
+            await waker.event(mailbox).wait()
+            output = mailbox.take()
+            assert output is not None
+            return pooled(mailbox, output, how)
+        finally:
+            waker.forget(mailbox)
+            self._service.client.abort(mailbox)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request by its id; its stream ends with finish_reason "abort". Unknown ids are no error."""
+        mailbox = self._by_id.get(request_id)
+        if mailbox is not None:
+            self._service.client.abort(mailbox)
+
+    # --- facts and control ---------------------------------------------------------------------------------------
+
+    @property
+    def runtime_dir(self) -> Path:
+        """What other processes give to `connect`."""
+        return self._service.runtime_dir
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._service.client.num_live
+
+    async def get_tokenizer(self) -> Tokenizer:
+        return self._service.need_tokenizer("get_tokenizer")
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model authors' recommendation (generation_config.json), else the defaults."""
+        return self._service.default_params()
+
+    async def check_health(self) -> None:
+        """Raises:
+        EngineDead: no engine takes requests.
+        """
+        if not self._service.client.engines:
+            raise EngineDead("no engine takes requests")
+
+    async def reset_prefix_cache(self) -> bool:
+        client = self._service.client
+        calls = [asyncio.wrap_future(client.call("reset_prefix_cache", engine=index)) for index in client.engines]
+        return all(answer.value for answer in await asyncio.gather(*calls))
+
+    def shutdown(self) -> None:
+        """End the engine (or let go of an attached one). Idempotent; streams that run fail."""
+        self._finalizer()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    def __getattr__(self, name: str) -> Any:
+        if error := refuse_method(name):
+            raise error
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    async def _outputs(self, request: EngineRequest, kind: OutputKind) -> AsyncIterator[RequestOutput]:
+        """From sending to the end there is one `try`, and no await before it: a cancelled task leaves nothing."""
+        waker = self._waker()
+        mailbox = self._service.submit(request, waker, kind)
+        try:
+            self._by_id[request.request_id] = mailbox
+            event = waker.event(mailbox)
+            if mailbox.finished:  # it ended before anybody could be told
+                event.set()
+            finished = False
+            while not finished:
+                await event.wait()
+                event.clear()
+                output = mailbox.take()
+                if output is None:
+                    continue
+                finished = output.finished
+                if output.error is None or any(o.token_ids for o in output.outputs):
+                    yield output
+                if output.error is not None:
+                    raise output.error
+        finally:
+            waker.forget(mailbox)
+            if self._by_id.get(request.request_id) is mailbox:
+                del self._by_id[request.request_id]
+            self._service.client.abort(mailbox)
+
+    async def _encode(self, prompt: Prompt) -> Prompt:
+        if prompt.text is not None and len(prompt.text) > LONG_TEXT:
+            return await asyncio.to_thread(self._service.encode, prompt)
+        return self._service.encode(prompt)
+
+    def _waker(self) -> LoopWaker:
+        loop = asyncio.get_running_loop()
+        if loop not in self._wakers:
+            self._wakers[loop] = LoopWaker(loop)
+        return self._wakers[loop]

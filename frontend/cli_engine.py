@@ -1,0 +1,26 @@
+"""`wavecore engine [MODEL]`: an engine that other processes attach to, until a signal ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from wavecore.frontend.cli_parser import CommandParser, settings
+from wavecore.frontend.progress import StartBar
+from wavecore.frontend.service import make_supervisor
+
+
+def run(args: Sequence[str]) -> int:
+    args = list(args)
+    if args and not args[0].startswith("-"):
+        args[0] = f"--model={args[0]}"
+    parser = CommandParser("engine", "[MODEL]", "Runs an engine. SIGTERM or Ctrl-C drains it; a second one ends it at once.")
+    config = settings(parser.parse(args))
+    with StartBar(config.disable_tqdm) as bar:
+        return make_supervisor(config).serve(bar, on_ready=lambda folder: _tell(bar, folder))
+
+
+def _tell(bar: StartBar, folder: Path) -> None:
+    bar.close()
+    print(f"ready; runtime directory: {folder}")
+    print(f'attach: wavecore chat --attach {folder}    or from Python: wavecore.connect("{folder}")', flush=True)

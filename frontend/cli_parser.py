@@ -1,0 +1,114 @@
+"""Command lines from EngineConfig: flags in vLLM's spelling, YAML, environment, --print_config. Knows no command."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from wavecore.engine_core.config import EngineConfig
+from wavecore.frontend.vllm_names import RENAMED, engine_config
+
+SHORT = {"-tp": "--tensor_parallel_size", "-dp": "--data_parallel_size"}
+_SWITCHES = frozenset(f.name for f in fields(EngineConfig) if f.type in ("bool", bool))
+
+
+class CommandParser:
+    """A parser with every setting of the engine, to which a command adds its own options.
+
+    Settings come from, the later the stronger: defaults, `--config FILE`, `WAVECORE_<SETTING>`, flags.
+
+    Args:
+        name: of the command.
+        usage: its own arguments in one line.
+        about: one sentence.
+    """
+
+    def __init__(self, name: str, usage: str, about: str) -> None:
+        self._switches = set(_SWITCHES)
+        self._name = name
+        self.options = ArgumentParser(
+            prog=f"wavecore {name}",
+            usage=f"wavecore {name} {usage} [--SETTING VALUE ...]",
+            description=about,
+            default_env=True,
+            env_prefix="WAVECORE",
+        )
+        self.options.add_argument("--config", action="config", help="YAML file of settings, as --print_config writes it")
+        self.options.add_class_arguments(EngineConfig, None)
+        helps = _setting_help()
+        for action in self.options._actions:
+            action.help = helps.get(action.dest, action.help)
+
+    def switch(self, name: str, text: str) -> None:
+        """An option without a value."""
+        self._switches.add(name)
+        self.options.add_argument(f"--{name}", type=bool, default=False, help=text)
+
+    def parse(self, args: Sequence[str]) -> Namespace:
+        """Values of all options; ends the program with usage on a bad command line."""
+        # HF_TOKEN and friends are not ours; an empty WAVECORE_ variable means "not set".
+        for name in [n for n, v in os.environ.items() if n.startswith("WAVECORE_") and not v]:
+            del os.environ[name]
+        return self.options.parse_args(spell(args, self._switches))
+
+
+def settings(values: Namespace) -> EngineConfig:
+    """The engine's part of parsed values.
+
+    Raises:
+        ConfigError, NotSupportedError: a setting that cannot work.
+    """
+    return engine_config({f.name: values[f.name] for f in fields(EngineConfig)})
+
+
+def spell(args: Sequence[str], switches: set[str]) -> list[str]:
+    """Flags as jsonargparse wants them: `--max-model-len 5`, `--enforce-eager`, `--no-enable-prefix-caching`, `-tp 2`."""
+    spelled: list[str] = []
+    rest = list(args)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*spelled, word, *rest]
+        flag, equals, value = SHORT.get(word, word).partition("=")
+        if not flag.startswith("--"):
+            spelled.append(word)
+            continue
+        name = flag[2:].replace("-", "_")
+        name = RENAMED.get(name, name)
+        if name.startswith("no_") and name[3:] in switches and not equals:
+            spelled.append(f"--{name[3:]}=false")
+        elif name in switches and not equals and (not rest or rest[0].lower() not in ("true", "false")):
+            spelled.append(f"--{name}=true")
+        else:
+            spelled.append(f"--{name}{equals}{value}")
+    return spelled
+
+
+def _setting_help() -> dict[str, str]:
+    """Setting -> its line in EngineConfig's docstring."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in (EngineConfig.__doc__ or "").partition("Attributes:")[2].splitlines():
+        start = re.fullmatch(r" {8}(\w+(?:, \w+)*): (.*)", line)
+        if start:
+            names = start[1].split(", ")
+            found |= dict.fromkeys(names, start[2])
+        elif line.strip():
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+    return {name: text.replace("%", "%%") for name, text in found.items()}
+
+
+def add_sampling(parser: CommandParser, max_tokens: int) -> None:
+    """Options that become SamplingParams."""
+    add: Any = parser.options.add_argument
+    add("--max_tokens", type=int, default=max_tokens, help="longest answer")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top_p", type=float, default=1.0, help="nucleus sampling")
+    add("--top_k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all")
+    add("--sampling_seed", type=int | None, default=None, help="seed of this program's requests")
+    add("--stop", type=list[str] | None, default=None, help="strings that end the answer, as a JSON list")

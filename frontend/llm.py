@@ -1,0 +1,316 @@
+"""LLM: offline generation, close to vLLM's class of that name. Always talks to an engine process."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.frontend import debug
+from wavecore.frontend.embeddings import Embedded, pooled
+from wavecore.frontend.engine_request import EngineRequest
+from wavecore.frontend.mailbox import Mailbox, OutputKind
+from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput
+from wavecore.frontend.progress import BatchBar, StartBar
+from wavecore.frontend.prompts import Prompt, PromptType, as_prompt, as_prompts
+from wavecore.frontend.service import Service
+from wavecore.frontend.text import Tokenizer
+from wavecore.frontend.vllm_names import engine_config, refuse_method
+from wavecore.frontend.wakers import QueueWaker
+from wavecore.transport.errors import EngineDead, NotSupportedError, Overloaded, ValidationError
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model in an engine process of its own, ended with this object.
+
+    Works from plain scripts (no main guard needed) and notebooks. Use it as a context manager, or call `shutdown`; at
+    the latest the end of the program ends the engine.
+
+    Args:
+        model: a folder in Hugging Face form, a `.gguf` file, a hub id, or "default" (SmolLM2-135M-Instruct).
+        **settings: fields of `EngineConfig`, or vLLM's names for them.
+
+    Raises:
+        ConfigError, ModelError, NotSupportedError, StartError: the engine did not become ready; with the cause.
+
+    Example:
+        with LLM("default") as llm:
+            [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
+            print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str | Path = "default", **settings: Any) -> None:
+        self._start(engine_config({"model": str(model), **settings}))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """The same from a whole config."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    @classmethod
+    def connect(cls, runtime_dir: str | Path, timeout: float = 30.0) -> Self:
+        """Attach to a running engine; `shutdown` only lets go of it."""
+        llm = cls.__new__(cls)
+        llm._attach(Service(Path(runtime_dir), None, timeout))
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        with StartBar(config.disable_tqdm) as bar:
+            self._attach(Service.start(config, bar))
+
+    def _attach(self, service: Service) -> None:
+        self._service = service
+        self._finalizer = weakref.finalize(self, service.close)
+
+    # --- generation ----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+        resume: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts; all are checked before the first is sent.
+
+        Args:
+            prompts: text, token ids, or vLLM's dictionaries ("prompt", "prompt_token_ids", "prompt_embeds"); or a list.
+            sampling_params: for all, or one each; None takes the model's recommended ones.
+            use_tqdm: a progress bar, or a function that makes one.
+            priority: for all or one each; lower runs first under scheduling_policy="priority".
+            timeout: seconds for each request; then it ends with finish_reason "timeout" and what it had.
+            resume: let greedy or seeded requests go on after the death of an engine.
+
+        Returns:
+            One output a prompt, in order. A request that failed alone has finish_reason "error" and `.error`.
+
+        Raises:
+            ValidationError: a value out of bounds.
+            EngineDead: the engine died under requests that had begun; with the cause.
+        """
+        _no_lora(lora_request)
+        asked = as_prompts(prompts)
+        return self._run(asked, sampling_params, use_tqdm, priority, timeout=timeout, resume=resume)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        resume: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or a list of conversations, through the model's chat template.
+
+        The text of special tokens inside contents stays text. Otherwise as `generate`.
+        """
+        _no_lora(lora_request)
+        if not isinstance(messages, Sequence) or not messages:
+            raise ValidationError("messages", "must be a conversation or a list of conversations")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        asked = [
+            self._service.chat_prompt(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self._run(asked, sampling_params, use_tqdm, None, timeout=timeout, resume=resume)
+
+    def stream(
+        self,
+        prompt: PromptType | Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        resume: bool = False,
+    ) -> Iterator[RequestOutput]:
+        """Deltas of one request as they come; leaving the loop aborts it.
+
+        Raises:
+            WavecoreError: the request failed, after what it had was given.
+        """
+        params = sampling_params or self.get_default_sampling_params()
+        parsed = prompt if isinstance(prompt, Prompt) else as_prompt(prompt)
+        request = self._service.prepare(parsed, params, priority=priority, timeout=timeout, resume=resume)
+        waker = QueueWaker()
+        mailbox = self._service.submit(request, waker, OutputKind.DELTA)
+        return self._deltas(mailbox, waker)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling: str = "mean",
+        normalize: bool = True,
+        timeout: float | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeddings of prompts from the last hidden states.
+
+        Args:
+            pooling: "mean" over the prompt's tokens, or "last".
+            normalize: to length 1 in the Euclidean norm.
+        """
+        how = Embedded(pooling, normalize)
+        requests = [
+            self._service.prepare(p, how.params, pooling=how.pooling, timeout=timeout) for p in as_prompts(prompts)
+        ]
+        return [pooled(m, o, how) for m, o in self._finish_all(requests, use_tqdm)]
+
+    # --- facts and control ---------------------------------------------------------------------------------------
+
+    @property
+    def runtime_dir(self) -> Path:
+        """What other processes give to `connect`."""
+        return self._service.runtime_dir
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(self._service.resolved["vocab_size"])
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._service.need_tokenizer("get_tokenizer")
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model authors' recommendation (generation_config.json), else the defaults."""
+        return self._service.default_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False while running requests hold blocks."""
+        return debug.reset_prefix_cache(self._service.client)
+
+    def print_memory_stats(self) -> None:
+        """Print a table of what the engine's memory holds."""
+        debug.print_memory_stats(self._service.client)
+
+    def debug_requests(self) -> list[dict[str, Any]]:
+        """State, age and progress of every request in the engine."""
+        return debug.debug_requests(self._service.client)
+
+    def step_stats(self) -> list[dict[str, Any]]:
+        """Counters of each engine since its start: steps, tokens, seconds in each phase of a step."""
+        return debug.step_stats(self._service.client)
+
+    def shutdown(self) -> None:
+        """End the engine (or let go of an attached one). Idempotent; requests that run fail."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __getattr__(self, name: str) -> Any:
+        if error := refuse_method(name):
+            raise error
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        sampling_params: Params,
+        use_tqdm: bool | Callable[..., Any],
+        priority: int | Sequence[int] | None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        params = _one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(prompts))
+        priorities = _one_each("priority", priority or 0, len(prompts))
+        requests = [
+            self._service.prepare(prompt, p, priority=rank, **options)
+            for prompt, p, rank in zip(prompts, params, priorities, strict=True)
+        ]
+        return [output for _, output in self._finish_all(requests, use_tqdm)]
+
+    def _finish_all(
+        self, requests: list[EngineRequest], use_tqdm: bool | Callable[..., Any]
+    ) -> list[tuple[Mailbox, RequestOutput]]:
+        """Send all, never more at a time than the engine's queue takes, and wait for all."""
+        waiting = deque(enumerate(requests))
+        running: dict[Mailbox, int] = {}
+        done: dict[int, tuple[Mailbox, RequestOutput]] = {}
+        window, client, waker = self._service.window, self._service.client, QueueWaker()
+        pause_until = 0.0
+        bar = BatchBar(len(requests), use_tqdm)
+        try:
+            while len(done) < len(requests):
+                while waiting and len(running) < window and time.monotonic() >= pause_until:
+                    index, request = waiting.popleft()
+                    running[self._service.submit(request, waker, OutputKind.FINAL)] = index
+                mailbox = waker.wait(None if running and not waiting else 0.05)
+                output = mailbox.take() if mailbox is not None else None
+                if mailbox is None or output is None:
+                    continue
+                index = running.pop(mailbox)
+                if isinstance(output.error, Overloaded):  # others fill the queue: come again with fewer
+                    waiting.appendleft((index, requests[index]))
+                    window, pause_until = max(1, len(running)), time.monotonic() + 0.1
+                elif isinstance(output.error, EngineDead):
+                    raise output.error
+                else:
+                    done[index] = mailbox, output
+                    bar.done(output)
+        finally:
+            bar.close()
+            for mailbox in running:
+                client.abort(mailbox)
+        return [done[i] for i in range(len(requests))]
+
+    def _deltas(self, mailbox: Mailbox, waker: QueueWaker) -> Iterator[RequestOutput]:
+        try:
+            finished = False
+            while not finished:
+                waker.wait()
+                output = mailbox.take()
+                if output is None:
+                    continue
+                finished = output.finished
+                if output.error is None or any(o.token_ids for o in output.outputs):
+                    yield output
+                if output.error is not None:
+                    raise output.error
+        finally:
+            self._service.client.abort(mailbox)
+
+
+def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ValidationError(name, f"{len(value)} given for {count} prompts; give one, or one each")
+    return value
+
+
+def _no_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise NotSupportedError("lora_request: merge the adapter into the weights first")

@@ -1,0 +1,117 @@
+"""What a caller gets back. Shapes and names as in vLLM, so that code that reads them moves over unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from wavecore.transport.errors import WavecoreError
+
+FinishName = Literal["stop", "length", "abort", "error", "timeout"]
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log-probability of one token by the raw model distribution (before temperature, penalties and truncation).
+
+    Attributes:
+        rank: 1 for the most likely token of the whole vocabulary.
+        decoded_token: the token's text on its own; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]
+"""Token id -> Logprob at one position: the chosen token first, then the most likely ones."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. In a stream of deltas, `text`, `token_ids` and `logprobs` hold what is new.
+
+    Attributes:
+        cumulative_logprob: of all tokens so far; None where logprobs were not asked for.
+        finish_reason: None while it runs.
+        stop_reason: the stop string or the stop token id that ended it; None at end-of-sequence or other ends.
+        seed: the seed that the choice was drawn with; None for greedy.
+        error: why it ended where finish_reason is "error".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishName | None = None
+    stop_reason: int | str | None = None
+    seed: int | None = None
+    error: WavecoreError | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Measured in the client.
+
+    Attributes:
+        arrival_time: seconds since the epoch.
+        first_token_latency: seconds from arrival to the first token; None before it.
+        last_token_latency: seconds from arrival to the newest token; None before the first.
+        num_generation_tokens: of all choices.
+    """
+
+    arrival_time: float
+    first_token_latency: float | None = None
+    last_token_latency: float | None = None
+    num_generation_tokens: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's output so far, all of it, or what is new since the last one.
+
+    Attributes:
+        prompt: the prompt's text, None where it was given as token ids.
+        prompt_logprobs: one entry a prompt token, the first None; None where not asked for.
+        num_cached_tokens: prompt tokens whose keys and values came from the prefix cache, counted once for all choices.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int | None = None
+
+    @property
+    def error(self) -> WavecoreError | None:
+        """The first error among the choices."""
+        return next((o.error for o in self.outputs if o.error is not None), None)
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """Attributes:
+    embedding: float32 [hidden], length 1 in the Euclidean norm where normalised.
+    """
+
+    embedding: npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))

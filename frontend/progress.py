@@ -1,0 +1,54 @@
+"""Progress bars of a start and of a batch; on a terminal or notebook by default, silent elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from wavecore.frontend.outputs import RequestOutput
+
+
+class StartBar:
+    """Phases of engines that start, one bar. Use as a context manager; call it as a supervisor's `progress`."""
+
+    def __init__(self, disable: bool) -> None:
+        self._bar: tqdm[Any] = tqdm(total=100, desc="starting the engine", unit="%", disable=disable or None, leave=False)
+
+    def __enter__(self) -> StartBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def __call__(self, engine: int, phase: str, fraction: float) -> None:
+        self._bar.set_description(f"engine {engine}: {phase}", refresh=False)
+        self._bar.n = round(100 * fraction)
+        self._bar.refresh()
+
+
+class BatchBar:
+    """Finished requests, with tokens a second in both directions."""
+
+    def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True) if use_tqdm else None
+        self._input = self._output = 0
+
+    def done(self, output: RequestOutput) -> None:
+        if self._bar is None:
+            return
+        self._input += len(output.prompt_token_ids)
+        self._output += sum(len(o.token_ids) for o in output.outputs)
+        elapsed = float(self._bar.format_dict["elapsed"]) or 1e-9
+        rates = f"input: {self._input / elapsed:.2f} tok/s, output: {self._output / elapsed:.2f} tok/s"
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

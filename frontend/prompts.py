@@ -1,0 +1,139 @@
+"""The forms a prompt may take, made into one. Names as in vLLM: text, `TextPrompt`, `TokensPrompt`, `EmbedsPrompt`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from wavecore.transport.errors import NotSupportedError, ValidationError
+
+I32 = npt.NDArray[np.int32]
+
+
+class TextPrompt(TypedDict):
+    """`parse_special` False (text of strangers): what spells a special token stays text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+    parse_special: NotRequired[bool]
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+class EmbedsPrompt(TypedDict):
+    """`prompt_embeds`: float32, float16 or bfloat16 [n, hidden], a numpy array or a torch tensor."""
+
+    prompt_embeds: Any
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
+
+_KNOWN = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "parse_special"})
+_REFUSED = {
+    "multi_modal_data": "images, audio and video are not supported",
+    "mm_processor_kwargs": "images, audio and video are not supported",
+    "encoder_prompt": "encoder-decoder models are not supported",
+    "decoder_prompt": "encoder-decoder models are not supported",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, not tokenised yet. Exactly one of text, ids and embeds is the input; text may accompany ids."""
+
+    text: str | None = None
+    ids: I32 | None = None
+    embeds: Any = None
+    cache_salt: str | None = None
+    parse_special: bool = True
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """A list from what `LLM.generate` accepts: one prompt or a list of prompts of any form.
+
+    Raises:
+        ValidationError: nothing there, or a malformed prompt.
+    """
+    if isinstance(prompts, str | Mapping) or _are_ids(prompts):
+        return [as_prompt(prompts)]
+    if not isinstance(prompts, Sequence):
+        raise ValidationError("prompts", f"must be a prompt or a list of prompts, not {type(prompts).__name__}")
+    if not prompts:
+        raise ValidationError("prompts", "must hold at least one prompt")
+    return [as_prompt(p) for p in prompts]
+
+
+def as_prompt(prompt: Any) -> Prompt:
+    """One prompt from any form.
+
+    Raises:
+        ValidationError: empty or malformed.
+        NotSupportedError: a form of a model kind that is not supported.
+    """
+    if isinstance(prompt, str):
+        return Prompt(text=_text(prompt))
+    if _are_ids(prompt) or (isinstance(prompt, Sequence | np.ndarray) and not len(prompt)):
+        return Prompt(ids=token_ids(prompt))
+    if not isinstance(prompt, Mapping):
+        raise ValidationError("prompt", f"must be text, token ids or a dictionary, not {type(prompt).__name__}")
+    for name in prompt:
+        if name in _REFUSED:
+            raise NotSupportedError(f"{name}: {_REFUSED[name]}")
+        if name not in _KNOWN:
+            raise ValidationError("prompt", f"unknown key {name!r:.40}; known are {', '.join(sorted(_KNOWN))}")
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= 256):
+        raise ValidationError("cache_salt", "must be a text of 1 to 256 characters")
+    if prompt.get("prompt_embeds") is not None:
+        return Prompt(embeds=prompt["prompt_embeds"], cache_salt=salt)
+    if prompt.get("prompt_token_ids") is not None:
+        return Prompt(prompt.get("prompt"), token_ids(prompt["prompt_token_ids"]), cache_salt=salt)
+    if prompt.get("prompt") is None:
+        raise ValidationError("prompt", 'a dictionary needs "prompt", "prompt_token_ids" or "prompt_embeds"')
+    parse = prompt.get("parse_special", True)
+    if not isinstance(parse, bool):
+        raise ValidationError("parse_special", f"must be true or false, not {parse!r:.40}")
+    return Prompt(text=_text(prompt["prompt"]), cache_salt=salt, parse_special=parse)
+
+
+def token_ids(ids: Any) -> I32:
+    """Checked int32 ids.
+
+    Raises:
+        ValidationError: empty, not whole numbers, negative or above int32.
+    """
+    try:
+        array = np.asarray(ids)
+    except (ValueError, OverflowError) as error:
+        raise ValidationError("prompt_token_ids", f"must be a list of whole numbers: {error}") from error
+    if array.ndim != 1 or not array.size:
+        raise ValidationError("prompt_token_ids", "must be a list of at least one token id")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValidationError("prompt_token_ids", "must be a list of whole numbers from 0 to 2147483647")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > 0x7FFFFFFF:
+        raise ValidationError("prompt_token_ids", f"{low if low < 0 else high} is not a token id")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _are_ids(prompt: Any) -> bool:
+    if isinstance(prompt, np.ndarray):
+        return prompt.ndim == 1
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValidationError("prompt", f"must be text, not {type(text).__name__}")
+    if not text:
+        raise ValidationError("prompt", "is empty; give at least one character")
+    return text

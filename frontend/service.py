@@ -1,0 +1,213 @@
+"""What `LLM` and `AsyncLLM` share: an engine (own or attached), its client and its tokenizer; prompts to requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.frontend.client import EngineClient
+from wavecore.frontend.engine_request import EngineRequest, check_options, embeds_frame
+from wavecore.frontend.mailbox import Mailbox, OutputKind, Waker
+from wavecore.frontend.prompts import Prompt, token_ids
+from wavecore.frontend.text import Tokenizer
+from wavecore.frontend.tokenizer_files import generation_defaults, load_tokenizer
+from wavecore.transport.version import VERSION
+from wavecore.transport.errors import ConfigError, NotSupportedError, ValidationError
+from wavecore.transport.supervisor import ChildSpec, Limits, Supervisor
+
+Progress = Callable[[int, str, float], None]
+MAX_PROMPT_LOGPROBS_CELLS = 1 << 24  # positions x alternatives of one request's prompt_logprobs
+
+
+class Service:
+    """An engine to talk to.
+
+    Attributes:
+        tokenizer: None with skip_tokenizer_init.
+        runtime_dir: others attach to it with `connect`.
+    """
+
+    def __init__(self, runtime_dir: Path, supervisor: Supervisor | None, timeout: float) -> None:
+        self.runtime_dir = runtime_dir
+        self._supervisor = supervisor
+        self._numbers = itertools.count()
+        self._wire_of: tuple[SamplingParams, dict[str, Any]] | None = None
+        self.client = EngineClient(runtime_dir, timeout=timeout, version=VERSION)
+        try:
+            self.resolved = self.client.resolved
+            self.tokenizer = _tokenizer(self.resolved)
+        except BaseException:
+            self.client.close()
+            raise
+
+    @classmethod
+    def start(cls, config: EngineConfig, progress: Progress | None) -> Service:
+        """Start an engine process and attach to it.
+
+        Raises:
+            WavecoreError: whatever kept the engine from becoming ready. Nothing is left behind then.
+        """
+        if config.tokenizer is not None and not config.skip_tokenizer_init:
+            load_tokenizer(config.tokenizer)  # a wrong path is told before the time to load a model is spent
+        supervisor = make_supervisor(config)
+        try:
+            return cls(supervisor.start(progress), supervisor, config.ready_timeout)
+        except BaseException:
+            supervisor.stop()
+            raise
+
+    def close(self) -> None:
+        """Let go; stops the engine if it is our own. Idempotent."""
+        self.client.close()
+        if self._supervisor is not None:
+            self._supervisor.stop()
+
+    # --- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self.resolved["max_model_len"])
+
+    @property
+    def window(self) -> int:
+        """How many requests one caller keeps at the engine, so that it leaves room for others in the queue."""
+        return max(1, int(self.resolved.get("max_num_queued_reqs", 1024)) // 2)
+
+    def default_params(self) -> SamplingParams:
+        """What the model's authors recommend, else the defaults."""
+        path = str(self.resolved.get("model_path", ""))
+        return SamplingParams(**generation_defaults(path)) if path else SamplingParams()
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise NotSupportedError(
+                f"{what} needs a tokenizer, and there is none here (skip_tokenizer_init, or a scripted model): "
+                'give {"prompt_token_ids": [...]}, or tokenizer=FOLDER at start'
+            )
+        return self.tokenizer
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def encode(self, prompt: Prompt) -> Prompt:
+        """The prompt with ids. The slow part of `prepare` for long texts; may run in any thread."""
+        if prompt.text is None or prompt.ids is not None or prompt.embeds is not None:
+            return prompt
+        tokenizer = self.need_tokenizer("a text prompt")
+        tokenizer.check_length(prompt.text, self.max_model_len)
+        ids = tokenizer.encode(prompt.text, parse_special=prompt.parse_special)
+        return replace(prompt, ids=token_ids(ids) if ids else None)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        resume: bool = False,
+        pooling: str | None = None,
+        **options: Any,
+    ) -> EngineRequest:
+        """A request ready to send.
+
+        Args:
+            options: priority, timeout, queue_timeout.
+
+        Raises:
+            ValidationError: a value out of bounds, before it costs anything.
+        """
+        if resume and params.n > 1:
+            raise NotSupportedError("resume=True with n > 1; send the choices as requests of their own")
+        checked = check_options(cache_salt=prompt.cache_salt, **options)
+        if pooling is not None:
+            checked["pooling"] = pooling
+        prompt = self.encode(prompt)
+        embeds = None
+        if prompt.embeds is not None:
+            embeds = embeds_frame(prompt.embeds, int(self.resolved["hidden_size"]))
+            ids = np.zeros(embeds.shape[0], np.int32)
+        elif prompt.ids is None:
+            raise ValidationError("prompt", "gives no tokens")
+        else:
+            ids = prompt.ids
+            self._check_ids(ids)
+        self._check_length(len(ids), params, pooling)
+        return EngineRequest(
+            request_id=request_id if request_id is not None else str(next(self._numbers)),
+            text=prompt.text,
+            prompt=ids,
+            params=params,
+            wire=self._wire(params),
+            options=checked,
+            prompt_embeds=embeds,
+            resume=resume,
+        )
+
+    def submit(self, request: EngineRequest, waker: Waker, kind: OutputKind) -> Mailbox:
+        mailbox = Mailbox(request, self.tokenizer, waker, kind)
+        self.client.submit(mailbox)
+        return mailbox
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+        """A conversation as a prompt of token ids; options of `Tokenizer.apply_chat_template`."""
+        ids = self.need_tokenizer("chat").apply_chat_template(messages, **options)
+        return Prompt(ids=token_ids(ids))
+
+    def _check_ids(self, ids: Any) -> None:
+        vocab, highest = int(self.resolved["vocab_size"]), int(ids.max())
+        if highest >= vocab:
+            raise ValidationError("prompt_token_ids", f"token id {highest} is outside the vocabulary of {vocab}")
+
+    def _check_length(self, length: int, params: SamplingParams, pooling: str | None) -> None:
+        room = 0 if pooling is not None or params.max_tokens == 0 else 1
+        if length + room > self.max_model_len:
+            raise ValidationError(
+                "prompt",
+                f"has {length} tokens; max_model_len is {self.max_model_len}, which leaves room for a prompt of "
+                f"{self.max_model_len - room}; shorten it or start the engine with a larger max_model_len",
+            )
+        if params.prompt_logprobs and length * params.prompt_logprobs > MAX_PROMPT_LOGPROBS_CELLS:
+            raise ValidationError("prompt_logprobs", f"{params.prompt_logprobs} for {length} tokens is too much")
+
+    def _wire(self, params: SamplingParams) -> dict[str, Any]:
+        """Parameters as the engine takes them: words as ids, and without what only the text side reads."""
+        if self._wire_of is not None and self._wire_of[0] is params:
+            return self._wire_of[1]
+        words = params.bad_words_token_ids
+        if params.bad_words:
+            words = (*(words or ()), *self.need_tokenizer("bad_words").bad_word_ids(params.bad_words))
+        if params.stop and params.detokenize:
+            self.need_tokenizer("stop (a string)")
+        if params.stop and not params.detokenize:
+            raise ValidationError("stop", "needs detokenize=True; use stop_token_ids without text")
+        params.check_model(int(self.resolved["vocab_size"]))
+        engine_side = replace(params, bad_words=None, bad_words_token_ids=words, stop=None)
+        engine_side.check_model(int(self.resolved["vocab_size"]))
+        wire = engine_side.to_wire()
+        self._wire_of = (params, wire)
+        return wire
+
+
+def make_supervisor(config: EngineConfig) -> Supervisor:
+    """A supervisor of one engine process, not started yet."""
+    return Supervisor(
+        [ChildSpec("engine 0", "wavecore.engine_core", config.to_json())],
+        runtime_dir=config.runtime_dir,
+        address=config.address,
+        limits=Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout),
+    )
+
+
+def _tokenizer(resolved: Mapping[str, Any]) -> Tokenizer | None:
+    path = resolved.get("tokenizer") or resolved.get("model_path")
+    if resolved.get("skip_tokenizer_init") or not path:  # a scripted model has no files
+        return None
+    if not Path(path).expanduser().exists():
+        raise ConfigError(f"tokenizer: {path} is not on this machine; name a folder or a tokenizer.json")
+    return load_tokenizer(path)

@@ -1,0 +1,58 @@
+"""Stop strings over a stream of text: nothing of a stop text is sent before it is known to be none.
+
+Of several stop strings the one that is complete first wins, the longer one of two that end together; so the result does
+not depend on how the text is cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """The stop strings of one sequence.
+
+    Attributes:
+        found: the stop string that ended the text, None so far.
+    """
+
+    __slots__ = ("_held", "_include", "_stops", "found")
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Text that may be shown now; after a stop string is found, the last of it."""
+        text = self._held + text
+        match: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (match is None or (start + len(stop), start) < match[:2]):
+                match = (start + len(stop), start, stop)
+        if match is not None:
+            end, start, self.found = match
+            self._held = ""
+            return text[: end if self._include else start]
+        shown = len(text) - self._possible(text)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """The held-back tail of a text that ended otherwise."""
+        text, self._held = self._held, ""
+        return text
+
+    def _possible(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = 0
+        for stop in self._stops:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while at >= 0:
+                if stop.startswith(text[at:]):
+                    longest = max(longest, len(text) - at)
+                    break
+                at = text.find(stop[0], at + 1)
+        return longest

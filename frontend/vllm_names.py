@@ -1,0 +1,115 @@
+"""What users of vLLM type on the first day: names that map to ours, and names that are refused with the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from wavecore.engine_core.config import EngineConfig
+from wavecore.transport.errors import ConfigError, NotSupportedError
+
+# vLLM's (or SGLang's) spelling -> ours
+RENAMED = {
+    "swap_space": "swap_space_gib",
+    "tp": "tensor_parallel_size",
+    "dp": "data_parallel_size",
+    "context_length": "max_model_len",
+    "max_running_requests": "max_num_seqs",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "model_path": "model",
+    "scheduler_policy": "scheduling_policy",
+}
+# Settings of vLLM that may be given with a value that asks for nothing: name -> those values
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "trust_remote_code": (False,),
+    "tokenizer_mode": ("auto",),
+    "load_format": ("auto", "safetensors", "gguf"),
+    "quantization": (None, "gguf"),
+    "kv_cache_dtype": ("auto",),
+    "runner": ("auto", "generate"),
+    "task": ("auto", "generate"),
+    "enable_lora": (False,),
+    "pipeline_parallel_size": (1,),
+    "revision": (None,),
+    "tokenizer_revision": (None,),
+    "speculative_config": (None,),
+    "generation_config": ("auto",),
+    "compilation_config": (None, 0, {}),
+    "disable_custom_all_reduce": (True, False),
+    "disable_log_requests": (True,),
+    "enable_log_requests": (False,),
+    "max_seq_len_to_capture": (None,),
+    "cpu_offload_gb": (0, 0.0),
+    "distributed_executor_backend": (None, "mp"),
+    "enable_expert_parallel": (False,),
+    "limit_mm_per_prompt": (None, {}),
+    "use_v2_block_manager": (True, None),
+    "num_scheduler_steps": (1,),
+}
+WAYS_OUT = {
+    "trust_remote_code": "code that comes with a model is never run; only built-in architectures are supported",
+    "quantization": "weights in float32, float16, bfloat16 and GGUF are supported",
+    "enable_lora": "merge the adapter into the weights first",
+    "pipeline_parallel_size": "only one rank is supported",
+    "speculative_config": "speculative decoding is not supported",
+    "kv_cache_dtype": "the cache has the model's dtype",
+    "generation_config": "give SamplingParams to each call instead",
+    "hf_overrides": "edit a copy of config.json instead",
+    "revision": "download that revision and give its folder",
+}
+METHODS = {
+    "beam_search": "use generate() with n and temperature",
+    "encode": "use embed()",
+    "classify": "classification models are not supported",
+    "score": "score models are not supported; use embed() and compare",
+    "reward": "reward models are not supported",
+    "sleep": "use shutdown() and a new LLM",
+    "wake_up": "use shutdown() and a new LLM",
+    "collective_rpc": "code is never sent to an engine",
+    "apply_model": "code is never sent to an engine",
+    "llm_engine": "LLM and AsyncLLM are the whole interface; see connect() for other processes",
+    "start_profile": "run the engine under a profiler instead",
+    "stop_profile": "run the engine under a profiler instead",
+}
+CLASSES = {
+    "AsyncLLMEngine": "use AsyncLLM",
+    "LLMEngine": "use LLM",
+    "EngineArgs": "use EngineConfig, or keywords of LLM",
+    "AsyncEngineArgs": "use EngineConfig, or keywords of AsyncLLM",
+    "PoolingParams": "use keywords of LLM.embed",
+    "BeamSearchParams": "beam search is not supported",
+}
+
+
+def engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    """EngineConfig from keywords, vLLM's names included.
+
+    Raises:
+        NotSupportedError: a setting of vLLM that this engine lacks; with the way out.
+        ConfigError: an unknown or impossible setting.
+    """
+    known = {f.name for f in fields(EngineConfig)}
+    settings: dict[str, Any] = {}
+    for given, value in values.items():
+        name = RENAMED.get(given, given)
+        if name in known:
+            settings[name] = value
+        elif name in HARMLESS and any(value is v or value == v for v in HARMLESS[name]):
+            continue
+        elif name in HARMLESS or name in WAYS_OUT:
+            raise NotSupportedError(f"{name}={value!r:.60}: {WAYS_OUT.get(name, 'not supported in this version')}")
+        else:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; see EngineConfig for all settings"
+            raise ConfigError(f"unknown setting {name}{hint}")
+    try:
+        return EngineConfig(**settings)
+    except TypeError as error:
+        raise ConfigError(f"a setting has a value of the wrong type: {error}") from error
+
+
+def refuse_method(name: str) -> NotSupportedError | None:
+    """The error for a method of vLLM's LLM that is not here; None for a name nobody knows."""
+    return NotSupportedError(f"{name}: {METHODS[name]}") if name in METHODS else None

@@ -1,0 +1,55 @@
+"""How consumers wait for mailboxes: a thread at a queue, a task at an event of its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Sequence
+
+from wavecore.frontend.mailbox import Mailbox
+
+
+class QueueWaker:
+    """For one waiting thread."""
+
+    def __init__(self) -> None:
+        self._ready: queue.SimpleQueue[Mailbox] = queue.SimpleQueue()
+
+    def wake(self, mailboxes: Sequence[Mailbox]) -> None:
+        for mailbox in mailboxes:
+            self._ready.put(mailbox)
+
+    def wait(self, timeout: float | None = None) -> Mailbox | None:
+        """The next mailbox that holds something; None after `timeout` seconds."""
+        try:
+            return self._ready.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+
+class LoopWaker:
+    """For tasks of one event loop: one call into the loop a step, however many streams it runs."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._events: dict[Mailbox, asyncio.Event] = {}
+
+    def event(self, mailbox: Mailbox) -> asyncio.Event:
+        return self._events.setdefault(mailbox, asyncio.Event())
+
+    def forget(self, mailbox: Mailbox) -> None:
+        self._events.pop(mailbox, None)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._events)
+
+    def wake(self, mailboxes: Sequence[Mailbox]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._set, mailboxes)
+
+    def _set(self, mailboxes: Sequence[Mailbox]) -> None:
+        for mailbox in mailboxes:
+            event = self._events.get(mailbox)
+            if event is not None:
+                event.set()

@@ -1,0 +1,104 @@
+"""The device tensors of one step that every layer reads. Knows no request and no slot.
+
+rows        r0      r1          r2                 a row is one sequence's share of the step
+tokens      t0      t1 t2 t3    t4 t5    x  x      x = padding up to the bucket
+query_start [0,     1,          4,       6]        rows with one query token come first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step, padded to a bucket of T tokens and R rows.
+
+    Padding tokens have row -1 and slot -1 (nothing is written); padding rows have no query and length 0. Kernels
+    yield zeros there. Make a new object for each forward pass (also over the same buffers): `shared` lives as long.
+
+    Attributes:
+        token_ids: int32 [T].
+        positions: int32 [T], place of each token in its sequence.
+        slot_mapping: int64 [T], page * page_size + offset where the token's key and value go, or -1.
+        row_of_token: int32 [T], or -1.
+        query_start: int32 [R + 1], first token of each row.
+        seq_lens: int32 [R], tokens of the sequence, this step's included.
+        block_tables: int32 [R, max_blocks], pages of each row; entries beyond its length are never read.
+        sample_index: int64 [R], index of the row's last token (0 for padding rows).
+        num_tokens, num_rows: without padding where the host knows them, else T and R.
+        num_decode_rows: upper bound of rows with one query token.
+        max_query_len, max_seq_len: upper bounds over the rows.
+        shared: what the first layer of a pass computes and the others reuse (task maps, masks, gathers).
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    row_of_token: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    sample_index: Tensor
+    num_tokens: int
+    num_rows: int
+    num_decode_rows: int
+    max_query_len: int
+    max_seq_len: int
+    shared: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBuffers:
+    """Static memory that `prepare_batch` fills, large enough for every bucket. Fields as in `Batch`."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    row_of_token: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    sample_index: Tensor
+
+    @classmethod
+    def allocate(cls, max_tokens: int, max_rows: int, max_blocks: int, device: torch.device | str) -> BatchBuffers:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            token_ids=zeros(max_tokens),
+            positions=zeros(max_tokens),
+            slot_mapping=zeros(max_tokens, dtype=torch.int64),
+            row_of_token=zeros(max_tokens),
+            seq_lens=zeros(max_rows),
+            block_tables=zeros(max_rows, max_blocks),
+            sample_index=zeros(max_rows, dtype=torch.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step as the host plans them, on the device.
+
+    Attributes:
+        slots: int32 [R], -1 for padding rows.
+        starts: int32 [R], position of each row's first query token.
+        query_start: int32 [R + 1]; padding rows repeat the number of tokens.
+        num_tokens, num_rows, num_decode_rows, max_query_len, max_seq_len: as in `Batch`.
+        bucket_tokens: T, at least num_tokens.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    query_start: Tensor
+    num_tokens: int
+    num_rows: int
+    num_decode_rows: int
+    max_query_len: int
+    max_seq_len: int
+    bucket_tokens: int

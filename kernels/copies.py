@@ -1,0 +1,27 @@
+"""Copies of whole pages inside the cache."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 8192
+
+
+def copy_blocks(pages: Tensor, pairs: Tensor) -> None:
+    """See `reference.copy_blocks`."""
+    assert pages.is_contiguous() and pairs.is_contiguous() and pairs.shape[1] == 2
+    size = pages[0].numel()
+    if len(pairs):
+        _copy_pages[(triton.cdiv(size, BLOCK), len(pairs))](pages, pairs, size, BLOCK=BLOCK, num_warps=8)
+
+
+@triton.jit
+def _copy_pages(pages_ptr, pairs_ptr, size, BLOCK: tl.constexpr):
+    pair = tl.program_id(1)
+    source = tl.load(pairs_ptr + 2 * pair)
+    target = tl.load(pairs_ptr + 2 * pair + 1)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    tl.store(pages_ptr + target * size + i, tl.load(pages_ptr + source * size + i, mask=inside), mask=inside)

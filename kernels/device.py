@@ -1,0 +1,15 @@
+"""What kernels need to know of a device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a small number for Triton's interpreter on a CPU."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,116 @@
+"""QK-norm, RoPE and the write of keys and values into the cache, in one launch from the fused QKV buffer."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wavecore.kernels.batch import Batch
+
+HEADS_PER_PROGRAM = 4
+
+
+def qk_norm_rope_kv_write(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    batch: Batch,
+    pages: Tensor,
+    layer: int,
+    num_heads: int,
+    num_kv_heads: int,
+    weight_offset: float = 0.0,
+) -> Tensor:
+    """See `reference.qk_norm_rope_kv_write`; qkv, cos_sin and pages are contiguous."""
+    tokens = qkv.shape[0]
+    _, num_layers, _, kv_heads, page_size, dim = pages.shape
+    heads = num_heads + 2 * num_kv_heads
+    assert qkv.shape[1] == heads * dim and kv_heads == num_kv_heads
+    assert qkv.is_contiguous() and pages.is_contiguous() and cos_sin.is_contiguous()
+    assert (q_norm is None) == (k_norm is None)
+    q = qkv.new_empty(tokens, num_heads, dim)
+    if tokens:
+        _norm_rope_write[(tokens, triton.cdiv(heads, HEADS_PER_PROGRAM))](
+            qkv,
+            q_norm if q_norm is not None else qkv,
+            k_norm if k_norm is not None else qkv,
+            eps,
+            weight_offset,
+            cos_sin,
+            batch.positions,
+            batch.slot_mapping,
+            q,
+            pages,
+            layer,
+            num_layers,
+            HAS_NORM=q_norm is not None,
+            HQ=num_heads,
+            HKV=num_kv_heads,
+            DIM=dim,
+            ROT=cos_sin.shape[1],
+            PAGE=page_size,
+            BLOCK_H=HEADS_PER_PROGRAM,
+            BLOCK_D=triton.next_power_of_2(dim),
+            num_warps=2,
+        )
+    return q
+
+
+@triton.jit(do_not_specialize=["layer", "num_layers"])
+def _norm_rope_write(
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    weight_offset,
+    cos_sin_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    q_ptr,
+    pages_ptr,
+    layer,
+    num_layers,
+    HAS_NORM: tl.constexpr,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    DIM: tl.constexpr,
+    ROT: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (head < HQ + 2 * HKV) & (d < DIM)
+    is_q = head < HQ
+    rotated = d < ROT
+    partner = tl.where(rotated, tl.where(d < ROT // 2, d + ROT // 2, d - ROT // 2), d)
+    row = qkv_ptr + token * ((HQ + 2 * HKV) * DIM) + head * DIM
+    raw = tl.load(row + d, mask=inside, other=0.0)
+    x = raw.to(tl.float32)
+    y = tl.load(row + partner, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
+        x *= scale * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, d, DIM, weight_offset)
+        y *= scale * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, partner, DIM, weight_offset)
+    angles = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROT + d % (ROT // 2)
+    cos = tl.load(angles, mask=rotated, other=1.0)
+    sin = tl.load(angles + ROT // 2, mask=rotated, other=0.0)
+    turned = x * cos + y * tl.where(d < ROT // 2, -sin, sin)
+    result = tl.where(head < HQ + HKV, turned.to(raw.dtype), raw)
+    tl.store(q_ptr + token * (HQ * DIM) + head * DIM + d, result, mask=inside & is_q)
+    slot = tl.load(slot_mapping_ptr + token)
+    chunk = (slot // PAGE * num_layers + layer) * (2 * HKV) + (head - HQ)  # of [PAGE, DIM], int64
+    target = pages_ptr + (chunk * PAGE + slot % PAGE) * DIM + d
+    tl.store(target, result, mask=inside & (head >= HQ) & (slot >= 0))
+
+
+@triton.jit
+def _norm_weight(q_norm_ptr, k_norm_ptr, is_q, d, DIM: tl.constexpr, weight_offset):
+    q = tl.load(q_norm_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
+    k = tl.load(k_norm_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
+    return tl.where(is_q, q, k) + weight_offset

@@ -1,0 +1,128 @@
+"""The operations that models call: each picks the Triton kernel on CUDA, the torch twin elsewhere.
+
+`register_op(name, fn)` puts a function of the user's in place of both, once it agrees with the twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from wavecore.kernels import reference
+from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
+from wavecore.kernels.sampling_rows import SamplingRows
+
+KERNEL_FILES = {
+    "prepare_batch": "prepare",
+    "add_rms_norm": "norm",
+    "qk_norm_rope_kv_write": "kv_write",
+    "paged_attention": "attention",
+    "silu_mul": "activation",
+    "gelu_tanh_mul": "activation",
+    "sample": "sampling",
+    "copy_blocks": "copies",
+}
+"""Operation to the file of its Triton kernel. The twin is `reference.<operation>`."""
+
+_chosen: dict[tuple[str, str], Callable[..., Any]] = {}
+_custom: dict[str, Callable[..., Any]] = {}
+
+
+def register_op(name: str, fn: Callable[..., Any]) -> None:
+    """Replace an operation in this process, on every device.
+
+    Args:
+        name: one of `KERNEL_FILES`.
+        fn: takes the arguments of the twin `wavecore.kernels.reference.<name>`. It is tried at once on small random
+            inputs, in float32 on the CPU and, where there is one, in bfloat16 on the GPU.
+
+    Raises:
+        ValueError: unknown name, or fn's results differ from the twin's in shape, dtype or value, on all devices
+            where it ran; the message says which result differs and by how much.
+    """
+    from wavecore.kernels.check import check_op
+
+    if name not in KERNEL_FILES:
+        raise ValueError(f"there is no operation {name!r}; the names are {', '.join(KERNEL_FILES)}")
+    check_op(name, fn)
+    _custom[name] = fn
+    _chosen.clear()
+
+
+def unregister_op(name: str) -> None:
+    """Back to the built-in kernel and twin."""
+    _custom.pop(name, None)
+    _chosen.clear()
+
+
+def _pick(name: str, tensor: Tensor) -> Callable[..., Any]:
+    key = (name, tensor.device.type)
+    if key not in _chosen:
+        if name in _custom:
+            _chosen[key] = _custom[name]
+        elif tensor.is_cuda:
+            _chosen[key] = getattr(import_module(f"wavecore.kernels.{KERNEL_FILES[name]}"), name)
+        else:
+            _chosen[key] = getattr(reference, name)
+    return _chosen[key]
+
+
+def prepare_batch(
+    rows: StepRows, token_table: Tensor, block_table: Tensor, page_size: int, buffers: BatchBuffers
+) -> Batch:
+    batch: Batch = _pick("prepare_batch", token_table)(rows, token_table, block_table, page_size, buffers)
+    return batch
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _pick("add_rms_norm", x)(x, residual, weight, eps, weight_offset)
+    return result
+
+
+def qk_norm_rope_kv_write(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    batch: Batch,
+    pages: Tensor,
+    layer: int,
+    num_heads: int,
+    num_kv_heads: int,
+    weight_offset: float = 0.0,
+) -> Tensor:
+    fn = _pick("qk_norm_rope_kv_write", qkv)
+    q: Tensor = fn(qkv, q_norm, k_norm, eps, cos_sin, batch, pages, layer, num_heads, num_kv_heads, weight_offset)
+    return q
+
+
+def paged_attention(
+    q: Tensor, pages: Tensor, layer: int, batch: Batch, scale: float, soft_cap: float = 0.0, window: int = 0
+) -> Tensor:
+    out: Tensor = _pick("paged_attention", q)(q, pages, layer, batch, scale, soft_cap, window)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    out: Tensor = _pick("silu_mul", gate_up)(gate_up)
+    return out
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    out: Tensor = _pick("gelu_tanh_mul", gate_up)(gate_up)
+    return out
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _pick("sample", logits)(logits, rows)
+    return result
+
+
+def copy_blocks(pages: Tensor, pairs: Tensor) -> None:
+    _pick("copy_blocks", pages)(pages, pairs)

@@ -1,0 +1,110 @@
+"""Input preparation: one launch turns the step's rows and the slots' state into the batch's tensors."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
+from wavecore.kernels.reference import view_batch
+
+BLOCK = 256
+
+
+def prepare_batch(
+    rows: StepRows, token_table: Tensor, block_table: Tensor, page_size: int, buffers: BatchBuffers
+) -> Batch:
+    """See `reference.prepare_batch`."""
+    count, tokens, width = len(rows.slots), rows.bucket_tokens, block_table.shape[1]
+    assert token_table.stride(1) == 1 and block_table.stride(1) == 1
+    assert width <= buffers.block_tables.shape[1]
+    token_programs = triton.cdiv(tokens, BLOCK)
+    _prepare[(token_programs + count,)](
+        rows.slots,
+        rows.starts,
+        rows.query_start,
+        token_table,
+        token_table.stride(0),
+        block_table,
+        block_table.stride(0),
+        buffers.token_ids,
+        buffers.positions,
+        buffers.slot_mapping,
+        buffers.row_of_token,
+        buffers.seq_lens,
+        buffers.block_tables,
+        buffers.block_tables.stride(0),
+        buffers.sample_index,
+        count,
+        tokens,
+        token_programs,
+        PAGE=page_size,
+        SEARCH_STEPS=count.bit_length(),
+        BLOCK=BLOCK,
+    )
+    return view_batch(rows, buffers)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "token_programs"])
+def _prepare(
+    slots_ptr,
+    starts_ptr,
+    query_start_ptr,
+    token_table_ptr,
+    token_stride,
+    block_table_ptr,
+    block_stride,
+    token_ids_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    row_of_token_ptr,
+    seq_lens_ptr,
+    row_tables_ptr,
+    row_stride,
+    sample_index_ptr,
+    num_rows,
+    num_tokens,
+    token_programs,
+    PAGE: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    if program < token_programs:
+        token = program * BLOCK + lane
+        inside = token < num_tokens
+        low = tl.zeros([BLOCK], tl.int32)  # number of rows that end at or before the token
+        high = tl.zeros([BLOCK], tl.int32) + num_rows
+        for _ in range(SEARCH_STEPS):
+            middle = (low + high) // 2
+            searching = low < high
+            end = tl.load(query_start_ptr + 1 + middle, mask=searching, other=0)
+            before = searching & (end <= token)
+            low = tl.where(before, middle + 1, low)
+            high = tl.where(searching & (end > token), middle, high)
+        real = inside & (low < num_rows)
+        start = tl.load(starts_ptr + low, mask=real, other=0)
+        position = tl.where(real, start + token - tl.load(query_start_ptr + low, mask=real, other=0), 0)
+        slot = tl.load(slots_ptr + low, mask=real, other=0).to(tl.int64)
+        ids = tl.load(token_table_ptr + slot * token_stride + position, mask=real, other=0)
+        page = tl.load(block_table_ptr + slot * block_stride + position // PAGE, mask=real, other=0).to(tl.int64)
+        tl.store(token_ids_ptr + token, ids, mask=inside)
+        tl.store(positions_ptr + token, position, mask=inside)
+        tl.store(row_of_token_ptr + token, tl.where(real, low, -1), mask=inside)
+        tl.store(slot_mapping_ptr + token, tl.where(real, page * PAGE + position % PAGE, -1), mask=inside)
+    else:
+        row = program - token_programs
+        begin = tl.load(query_start_ptr + row)
+        after = tl.load(query_start_ptr + row + 1)
+        length = tl.where(after > begin, tl.load(starts_ptr + row) + after - begin, 0)
+        tl.store(seq_lens_ptr + row, length)
+        tl.store(sample_index_ptr + row, tl.where(after > begin, after - 1, 0).to(tl.int64))
+        row_slot = tl.maximum(tl.load(slots_ptr + row), 0).to(tl.int64)
+        blocks = (length + PAGE - 1) // PAGE
+        for first in range(0, blocks, BLOCK):
+            column = first + lane
+            used = column < blocks
+            pages = tl.load(block_table_ptr + row_slot * block_stride + column, mask=used, other=0)
+            tl.store(row_tables_ptr + row.to(tl.int64) * row_stride + column, pages, mask=used)

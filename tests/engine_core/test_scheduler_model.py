@@ -1,0 +1,96 @@
+"""Random scenarios against the exact answer: whatever the scheduler does, tokens are those of a request alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.engine_core.driver import Driver
+
+from wavecore.engine_core.scripted import Script
+from wavecore.transport.messages import FinishReason
+
+VOCAB = 13
+
+configs = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(6, 48),
+        "num_gpu_blocks_override": st.integers(8, 24),
+        "block_size": st.sampled_from([4, 8]),
+        "enable_prefix_caching": st.booleans(),
+        "watermark": st.sampled_from([0.0, 0.01, 0.3]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority", "hybrid"]),
+        "ageing_seconds": st.just(0.001),
+        "async_scheduling": st.booleans(),
+        "swap_space_gib": st.sampled_from([0.0, 1.0]),
+    }
+)
+
+# Few first tokens and a repeating pattern, so that prefixes are shared often.
+prompts = st.tuples(st.integers(1, 2), st.integers(1, 24), st.lists(st.integers(1, VOCAB - 1), max_size=3)).map(
+    lambda t: ([t[0], 5, 6, 7] * 6)[: t[1]] + t[2]
+)
+
+requests = st.fixed_dictionaries(
+    {
+        "at": st.integers(0, 40),
+        "prompt": prompts,
+        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "max_tokens": st.integers(1, 20),
+        "min_tokens": st.just(0) | st.just(1),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "seed": st.integers(0, 3),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        "priority": st.integers(-1, 1),
+        "salt": st.sampled_from(["", "a", "b"]),
+        "abort_at": st.none() | st.none() | st.integers(0, 60),
+        "client": st.sampled_from([b"c" * 16, b"d" * 16]),
+    }
+)
+
+
+def play(config: dict[str, Any], plans: list[dict[str, Any]]) -> Driver:
+    script = Script(vocab_size=VOCAB, num_host_blocks=6, max_model_len=48)
+    driver = Driver(script, **config)
+    handles: dict[int, dict[str, Any]] = {i * 8: plan for i, plan in enumerate(plans)}
+    last = max((max(p["at"], p["abort_at"] or 0) for p in plans), default=0)
+    for now in range(last + 1):
+        for handle, plan in handles.items():
+            if plan["at"] == now:
+                names = ("n", "max_tokens", "min_tokens", "temperature", "seed", "ignore_eos", "stop_token_ids")
+                options = {"priority": plan["priority"], **({"cache_salt": plan["salt"]} if plan["salt"] else {})}
+                driver.add(handle, plan["prompt"], options, plan["client"], **{name: plan[name] for name in names})
+            if plan["abort_at"] == now:
+                driver.core.abort(plan["client"], range(handle, handle + plan["n"]))
+                driver.core.check_integrity()
+        driver.step()
+    driver.run()
+    return driver
+
+
+def judge(driver: Driver, plans: list[dict[str, Any]]) -> None:
+    for i, plan in enumerate(plans):
+        for handle in range(i * 8, i * 8 + plan["n"]):
+            tokens, finish = driver.expected(handle)
+            got = driver.outputs.get(handle, [])
+            if driver.finish[handle] is FinishReason.ABORT:
+                assert plan["abort_at"] is not None and got == tokens[: len(got)]
+            else:
+                assert (got, driver.finish[handle]) == (tokens, finish), f"handle {handle}"
+                assert driver.extras[handle]["seed"] == plan["seed"]
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    configs,
+    st.lists(requests, min_size=1, max_size=9).map(
+        lambda plans: [{**p, "min_tokens": min(p["min_tokens"], p["max_tokens"])} for p in plans]
+    ),
+)
+def test_any_scenario_gives_the_tokens_of_each_request_alone(
+    config: dict[str, Any], plans: list[dict[str, Any]]
+) -> None:
+    judge(play(config, plans), plans)

@@ -1,0 +1,304 @@
+"""Single rules of the scheduler, most of them reported bugs of other engines turned into tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.engine_core.driver import CLIENT, Driver
+
+from wavecore.engine_core.plan import StepPlan, StepResult
+from wavecore.engine_core.request import State
+from wavecore.engine_core.scripted import Script
+from wavecore.transport.messages import FinishReason
+
+SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=256, num_host_blocks=40)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(1, 97, length)]
+
+
+def small(**config: Any) -> Driver:
+    return Driver(SCRIPT, **{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, **config})
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("swap", [0.0, 1.0])
+def test_eight_blocks_and_six_long_requests(asynchronous: bool, swap: bool) -> None:
+    """E-44, T50, T51, T53: chunked prefill, preemption and two steps in flight give the tokens of a large cache."""
+    driver = small(num_gpu_blocks_override=9, async_scheduling=asynchronous, swap_space_gib=swap)
+    for handle in range(6):
+        driver.add(handle, prompt(handle, 12), max_tokens=18, seed=handle)
+    driver.run()
+    driver.check_all()
+    totals = driver.core.life.totals
+    assert totals.preemptions > 0
+    assert (totals.swapped_tokens > 0) == bool(swap)
+
+
+def test_two_prompts_of_most_of_the_cache_do_not_fight() -> None:
+    """T49: each holds 60 % of the blocks; the second waits, nothing is computed twice."""
+    driver = small(num_gpu_blocks_override=21, enable_prefix_caching=False)
+    for handle in range(5):
+        driver.add(handle, prompt(handle, 48), max_tokens=2)
+    driver.run()
+    driver.check_all()
+    assert driver.core.life.totals.preemptions == 0
+    assert driver.core.life.totals.prompt_tokens == 5 * 48
+
+
+def test_rows_that_sit_out_at_random_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T54: a running request without a row in some steps."""
+    driver = small(num_gpu_blocks_override=40)
+    rng = random.Random(3)
+    whole = driver.core.scheduler._running_rows
+
+    def some() -> Any:
+        rows, lens, left = whole()
+        keep = np.array([rng.random() < 0.6 for _ in rows], bool)
+        return rows[keep], lens[keep], left
+
+    monkeypatch.setattr(driver.core.scheduler, "_running_rows", some)
+    for handle in range(8):
+        driver.add(handle, prompt(handle, 5 + handle * 3), max_tokens=12)
+    driver.run()
+    driver.check_all()
+
+
+@pytest.mark.parametrize(
+    "rounds", [400, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])], ids=["some", "many"]
+)
+def test_aborts_at_any_moment(rounds: int) -> None:
+    """T56, F-12: requests in every state, at every step boundary, twice, unknown ones; nothing leaks."""
+    rng = random.Random(rounds)
+    driver = small(num_gpu_blocks_override=14, swap_space_gib=1.0, scheduling_policy="priority")
+    handle = 0
+    states = set()
+    for _ in range(rounds):
+        if len(driver.core.life.all()) < 12:
+            n = rng.choice([1, 1, 3])
+            driver.add(handle, prompt(rng.randrange(4), rng.randrange(1, 20)), {"priority": rng.randrange(3)}, n=n)
+            handle += 4
+        if rng.random() < 0.7 and (here := driver.core.life.all()):
+            victim = rng.choice(here)
+            states.add(victim.state)
+            driver.core.abort(CLIENT, [victim.handle, victim.handle, 123_456])
+            driver.core.check_integrity()
+        driver.step()
+    driver.run()
+    assert states == set(State) - {State.ENDED, State.DRAINING}  # with two steps in flight, draining ends in its turn
+    assert driver.finish.keys() == driver.sent.keys()
+
+
+def test_abort_and_a_new_request_at_once() -> None:
+    """E-39, T8: the new one is never hit, even under the handle of the old one."""
+    driver = small(num_gpu_blocks_override=30, max_num_batched_tokens=64)
+    for i in range(200):
+        driver.add(2 * i, prompt(1, 9), max_tokens=50)
+        driver.step()
+        driver.core.abort(CLIENT, [2 * i])
+        driver.add(2 * i + 1, prompt(2, 9), max_tokens=2)
+        driver.step()
+    driver.run()
+    for i in range(200):
+        assert driver.finish[2 * i] is FinishReason.ABORT
+        assert (driver.outputs[2 * i + 1], driver.finish[2 * i + 1]) == driver.expected(2 * i + 1)
+
+
+def test_a_slot_is_free_only_after_its_last_step_in_flight() -> None:
+    """T61."""
+    driver = small(max_num_seqs=1, num_gpu_blocks_override=30)
+    driver.add(0, prompt(0, 3), max_tokens=50)
+    driver.step()
+    driver.step()
+    driver.core.abort(CLIENT, [0])
+    assert driver.core.life.slots.free == [] and driver.core.life.kv.device.num_free == 29
+    driver.add(1, prompt(1, 3), max_tokens=3)
+    driver.run()
+    assert (driver.outputs[1], driver.finish[1]) == driver.expected(1)
+
+
+def test_a_new_request_is_in_the_very_next_plan() -> None:
+    """T70."""
+    driver = small(num_gpu_blocks_override=60)
+    driver.add(0, prompt(0, 3), max_tokens=50)
+    for _ in range(5):
+        driver.step()
+    driver.add(1, prompt(1, 3), max_tokens=3)
+    scheduled = driver.core.scheduler.schedule()
+    assert scheduled is not None and scheduled.plan.num_rows == 2
+
+
+def test_the_last_in_line_skips_a_step_rather_than_losing_its_blocks() -> None:
+    driver = small(num_gpu_blocks_override=9, enable_prefix_caching=False, max_num_batched_tokens=64)
+    driver.add(0, prompt(0, 15), max_tokens=3)
+    driver.add(1, prompt(1, 15), max_tokens=17)
+    driver.run()
+    driver.check_all()
+    assert driver.core.life.totals.preemptions == 0
+
+
+def test_stop_rules() -> None:
+    """Stop ids and eos end with the token that stopped it; not before min_tokens; eos may be ignored."""
+    script = Script(vocab_size=50, eos_token_id=[7, 8], scripts={"1": [5, 8, 6, 9, 4, 7, 3]})
+    driver = Driver(script)
+    driver.add(0, [1], max_tokens=10)
+    driver.add(1, [1], max_tokens=10, ignore_eos=True, stop_token_ids=[9])
+    driver.add(2, [1], max_tokens=10, min_tokens=2)
+    driver.add(3, [1], max_tokens=10, min_tokens=4, stop_token_ids=[4, 9, 3])
+    driver.add(4, [1], max_tokens=4, ignore_eos=True)
+    driver.add(5, [1], max_tokens=2)
+    driver.run()
+    assert driver.outputs == {
+        0: [5, 8], 1: [5, 8, 6, 9], 2: [5, 8, 6, 9, 4, 7], 3: [5, 8, 6, 9, 4], 4: [5, 8, 6, 9], 5: [5, 8],
+    }  # fmt: skip
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    assert driver.finish == {0: stop, 1: stop, 2: stop, 3: stop, 4: length, 5: stop}
+    assert [driver.extras[h].get("stop_token") for h in range(6)] == [None, 9, None, 4, None, None]
+
+
+def test_a_faulty_row_ends_alone_and_leaves_the_prefix_cache() -> None:
+    """F-20."""
+    driver = Driver(Script(eos_token_id=[], faults={"nan_token": 66}), block_size=4)
+    driver.add(0, [66, 1, 2, 3, 4], max_tokens=5)
+    driver.add(1, [1, 2, 3, 4, 5], max_tokens=5)
+    driver.run()
+    assert driver.finish[0] is FinishReason.ERROR and driver.extras[0]["code"] == "numerical"
+    assert (driver.outputs[1], driver.finish[1]) == driver.expected(1)
+    driver.add(2, [66, 1, 2, 3, 4], max_tokens=5)
+    driver.step()
+    assert driver.core.life.kv.hits == 0
+    driver.run()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_request_breaks_a_step_and_ends_alone(asynchronous: bool) -> None:
+    """F-21."""
+    script = Script(eos_token_id=[], num_host_blocks=9, faults={"request_fault_token": 66})
+    driver = Driver(script, block_size=4, num_gpu_blocks_override=12, swap_space_gib=1.0, async_scheduling=asynchronous)
+    for handle in range(4):
+        driver.add(handle, [1 + handle] * 6, max_tokens=12)
+    for _ in range(5):
+        driver.step()
+    driver.add(9, [66, 1, 2], max_tokens=5)
+    driver.run()
+    assert driver.finish.pop(9) is FinishReason.ERROR and "told to fail" in driver.extras[9]["message"]
+    del driver.sent[9]
+    driver.check_all()
+
+
+def test_out_of_memory_once_shrinks_the_steps() -> None:
+    driver = Driver(Script(eos_token_id=[], faults={"oom_at_steps": [3]}), max_num_batched_tokens=512)
+    for handle in range(4):
+        driver.add(handle, [1 + handle] * 6, max_tokens=12)
+    driver.run()
+    driver.check_all()
+    assert driver.core.scheduler.budget == 256
+
+
+def test_out_of_memory_again_ends_the_biggest_request() -> None:
+    driver = Driver(Script(eos_token_id=[], faults={"oom_token": 66}), max_num_batched_tokens=512)
+    for handle in range(4):
+        driver.add(handle, [1 + handle] * 6, max_tokens=12)
+    driver.add(9, [66] * 20, max_tokens=12)
+    driver.run()
+    assert driver.finish.pop(9) is FinishReason.ERROR and driver.extras[9]["code"] == "resource"
+    del driver.sent[9]
+    driver.check_all()
+
+
+def test_any_other_exception_leaves_the_core() -> None:
+    driver = Driver(Script(faults={"raise_at_step": 1}), async_scheduling=False)
+    driver.add(0, [1], max_tokens=5, ignore_eos=True)
+    driver.step()
+    with pytest.raises(RuntimeError, match="told to raise"):
+        driver.step()
+
+
+def test_plans_in_flight_are_never_written_to() -> None:
+    """T62: everything that a plan or a result refers to stays as it was when it was launched."""
+    driver = small(num_gpu_blocks_override=20)
+    seen: list[tuple[StepPlan, list[bytes]]] = []
+
+    def columns(plan: StepPlan) -> list[bytes]:
+        names = ("slots", "starts", "query_lens", "samples", "block_slots", "block_indices", "block_ids")
+        return [getattr(plan, name).tobytes() for name in names] + [a.token_ids.tobytes() for a in plan.admitted]
+
+    run = driver.runner.run
+
+    def keep(plan: StepPlan) -> StepResult:
+        seen.append((plan, columns(plan)))
+        return run(plan)
+
+    driver.runner.run = keep  # type: ignore[method-assign]
+    for handle in range(6):
+        driver.add(handle, prompt(handle, 12), max_tokens=18)
+    driver.run()
+    assert len(seen) > 20 and all(columns(plan) == before for plan, before in seen)
+
+
+def test_two_clients_see_only_their_own() -> None:
+    driver = small(num_gpu_blocks_override=60)
+    other = b"d" * 16
+    for i in range(3):
+        driver.add(i, prompt(i, 3), max_tokens=5)
+        driver.add(10 + i, prompt(i, 4), client=other, max_tokens=4)
+    got: dict[bytes, set[int]] = {CLIENT: set(), other: set()}
+    while driver.core.has_work:
+        for client, columns in driver.step().items():
+            got[client].update(columns.handles.tolist())
+    assert got == {CLIENT: {0, 1, 2}, other: {10, 11, 12}}
+    driver.check_all()
+
+
+def test_a_client_that_left_is_told_nothing() -> None:
+    driver = small(num_gpu_blocks_override=60)
+    driver.add(0, prompt(0, 3), max_tokens=50, n=3)
+    driver.add(9, prompt(0, 3), client=b"d" * 16, max_tokens=9)
+    driver.step()
+    driver.core.abort_client(CLIENT)
+    driver.core.abort_client(CLIENT)
+    driver.run()
+    assert set(driver.finish) == {9}
+
+
+def test_everything_can_be_ended_with_an_error() -> None:
+    driver = small(num_gpu_blocks_override=20)
+    for handle in range(6):
+        driver.add(handle, prompt(handle, 30), max_tokens=50)
+    for _ in range(4):
+        driver.step()
+    driver.core.abort_all("engine_dead", "stopped")
+    driver.run()
+    assert all(driver.extras[handle] | {"code": "engine_dead", "message": "stopped"} == driver.extras[handle]
+               for handle in range(6))  # fmt: skip
+
+
+def test_the_same_handle_twice_is_one_request() -> None:
+    driver = small(num_gpu_blocks_override=20)
+    for _ in range(2):
+        driver.add(0, prompt(0, 3), max_tokens=4, seed=1)
+    driver.run()
+    driver.check_all()
+
+
+def lengths() -> Iterator[tuple[int, int]]:
+    rng = random.Random(1)
+    for _ in range(3000):
+        yield rng.randrange(1, 20), rng.randrange(1, 6)
+
+
+def test_nothing_grows_with_the_number_of_requests() -> None:
+    """T59: maps, queues and pools are as large after 3,000 requests as their bounds say."""
+    driver = Driver(SCRIPT, check=False, block_size=4, num_gpu_blocks_override=40, max_num_seqs=8)
+    for handle, (length, output) in enumerate(lengths()):
+        driver.add(handle, prompt(handle, length), client=bytes([handle % 7]) * 16, max_tokens=output)
+        driver.step()
+    driver.run()
+    life = driver.core.life
+    assert len(life.clients) <= 7 and not life.by_client and len(life.waiting._heap) <= 64
+    assert life.kv.device.num_cached <= 39 and life.slots.stop_ids.shape[1] == 1

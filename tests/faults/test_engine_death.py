@@ -1,0 +1,185 @@
+"""An engine ends in every way that a process can end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.transport.errors import EngineDead
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
+def test_engine_killed_mid_stream(deploy: Any, number: signal.Signals) -> None:
+    """The engine process is killed, or crashes in native code, while it streams.
+
+    Every open stream ends within a second with `EngineDead`, which names the signal and its likely cause. The engine is
+    started again after 1, 2, 4 ... 60 s and takes requests at the same address.
+    """
+    with deploy({"step_seconds": 0.02}) as deployed:
+        before = deployed.engine
+        streams = [deployed.stream(i, 2000) for i in range(20)]
+        for stream in streams:
+            assert stream.first.wait(30)
+        killed = time.monotonic()
+        os.kill(before.pid, number)
+        for stream in streams:
+            error = stream.error
+            assert isinstance(error, EngineDead)
+            assert f"signal {number.value} ({number.name})" in str(error)
+            assert stream.ended - killed < 1.0
+            stream.check_prefix()
+        after = deployed.recovered(before.epoch)
+        assert (after.input, after.output, after.restarts) == (before.input, before.output, 1)
+        deployed.check_serving()
+
+
+def test_waiting_requests_survive_a_killed_engine(deploy: Any) -> None:
+    """The engine dies under requests that have no token yet.
+
+    They are sent once more, to another engine or to the same one after its restart, and finish as if nothing happened.
+    """
+    with deploy({"step_seconds": 0.02}, max_num_seqs=4) as deployed:
+        before = deployed.engine
+        running = [deployed.stream(i, 1000) for i in range(4)]
+        for stream in running:
+            assert stream.first.wait(30)
+        waiting = [deployed.stream(100 + i, 10) for i in range(12)]
+        _until_waiting(deployed, 12)
+        os.kill(before.pid, signal.SIGKILL)
+        for stream in running:
+            assert isinstance(stream.error, EngineDead)
+        for stream in waiting:
+            stream.check_finished()
+
+
+def test_resumed_request_goes_on(deploy: Any) -> None:
+    """The engine dies under a greedy or seeded request that asked for `resume=True`.
+
+    It goes on after the restart from the tokens it has, and ends with the very tokens it would have had.
+    """
+    with deploy({"step_seconds": 0.01}) as deployed:
+        before = deployed.engine
+        streams = [deployed.stream(i, 150, resume=True) for i in range(4)]
+        for stream in streams:
+            assert stream.first.wait(30)
+        os.kill(before.pid, signal.SIGKILL)
+        deployed.recovered(before.epoch)
+        for stream in streams:
+            stream.check_finished()
+
+
+def test_engine_killed_twice(deploy: Any) -> None:
+    """The engine dies again under a request that was sent once more already.
+
+    It fails with the cause: nothing is tried for ever.
+    """
+    with deploy({"faults": {"exit_at_step": {"step": 0, "signal": 9}}}) as deployed:
+        stream = deployed.stream(1, 10)
+        assert isinstance(stream.error, EngineDead)
+        assert "signal 9" in str(stream.error)
+        assert stream.tokens == []
+        deployed.heal()
+
+
+def test_pending_calls_fail_with_the_engine(deploy: Any) -> None:
+    """The engine dies under calls that wait for an answer (statistics, cache resets).
+
+    Each call raises `EngineDead` at once; none waits for ever.
+    """
+    with deploy({"faults": {"hang_at_step": 3}}) as deployed:
+        deployed.stream(1, 10)
+        client = deployed.llm._service.client
+        futures = [client.call("stats") for _ in range(3)]
+        os.kill(deployed.engine.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        for future in futures:
+            with pytest.raises(EngineDead, match="signal 9"):
+                future.result(30)
+        assert time.monotonic() - killed < 2.0
+        deployed.heal()
+
+
+def test_unexpected_exception_in_a_step(deploy: Any) -> None:
+    """The engine meets an exception that no single request is to blame for.
+
+    It says its last words: every stream and `deployment.json` get the exception, the phase and the traceback. Then it
+    ends and is restarted.
+    """
+    with deploy({"faults": {"raise_at_step": 5}, "step_seconds": 0.01}) as deployed:
+        before = deployed.engine
+        stream = deployed.stream(1, 100)
+        assert isinstance(stream.error, EngineDead)
+        assert "told to raise" in str(stream.error)
+        stream.check_prefix()
+        cause = deployed.cause_of(before.epoch)
+        assert (cause.code, cause.phase, cause.status) == ("internal", "serve", 5)
+        assert "RuntimeError" in cause.traceback
+        deployed.heal()
+        deployed.recovered(before.epoch)
+        deployed.check_serving()
+
+
+def test_silent_exit(deploy: Any) -> None:
+    """Something inside the engine ends the process without a word (a library calls exit).
+
+    The error names the exit status and the last line of output.
+    """
+    with deploy({"faults": {"exit_at_step": {"step": 5, "code": 3}}, "step_seconds": 0.01}) as deployed:
+        stream = deployed.stream(1, 100)
+        assert isinstance(stream.error, EngineDead)
+        assert "exited with status 3" in str(stream.error)
+        deployed.heal()
+
+
+def test_second_client_sees_the_same(deploy: Any) -> None:
+    """Several programs are attached to an engine that dies.
+
+    Each of them gets the cause, and each goes on with the restarted engine.
+    """
+    from wavecore.frontend.llm import LLM
+
+    with deploy({"step_seconds": 0.02}) as deployed, LLM.connect(deployed.runtime_dir) as other:
+        before = deployed.engine
+        streams = [deployed.stream(1, 1000), deployed.stream(2, 1000, llm=other)]
+        for stream in streams:
+            assert stream.first.wait(30)
+        os.kill(before.pid, signal.SIGKILL)
+        for stream in streams:
+            assert "signal 9" in str(stream.error)
+        deployed.recovered(before.epoch)
+        deployed.stream(3, 10, llm=other).check_finished()
+        deployed.check_serving()
+
+
+def test_offline_generate_names_the_cause(deploy: Any) -> None:
+    """`LLM.generate` is waiting for a batch when the engine is killed.
+
+    It raises `EngineDead` naming the signal; the same object works again after the restart.
+    """
+    with deploy({"step_seconds": 0.02}) as deployed:
+        before = deployed.engine
+        probe = deployed.stream(1, 2000)
+        params = SamplingParams(max_tokens=2000, temperature=0)
+
+        def kill(*_: Any) -> None:
+            os.kill(before.pid, signal.SIGKILL)
+
+        assert probe.first.wait(30)
+        signal.signal(signal.SIGALRM, kill)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(EngineDead, match="signal 9"):
+            deployed.llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 8, params, use_tqdm=False)
+        deployed.recovered(before.epoch)
+        [output] = deployed.llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=3), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
+
+
+def _until_waiting(deployed: Any, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while deployed.call("stats")["waiting"] < count:
+        assert time.monotonic() < deadline

@@ -1,0 +1,45 @@
+"""Importing the package is cheap: no torch, no transformers, nothing but names until they are used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import wavecore
+
+HEAVY = ("torch", "transformers", "triton", "matplotlib", "jsonargparse", "gguf")
+
+
+def modules_after(code: str) -> set[str]:
+    run = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport json, sys; print(json.dumps(list(sys.modules)))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(json.loads(run.stdout))
+
+
+def test_import_alone_loads_nothing() -> None:
+    loaded = modules_after("import wavecore")
+    assert not [m for m in loaded if m.startswith("wavecore.")]
+
+
+def test_frontend_is_torch_free() -> None:
+    code = (
+        "from wavecore import LLM, AsyncLLM, SamplingParams, EngineConfig, connect, EngineDead\n"
+        "import wavecore.frontend.cli, wavecore.frontend.tokenizer_files"
+    )
+    loaded = modules_after(code)
+    assert not loaded & {"torch", "transformers", "triton", "matplotlib"}
+    # The command line's modules too.
+    code = "from wavecore.frontend import cli_bench, cli_chat, cli_engine, cli_generate"
+    assert "torch" not in modules_after(code)
+
+
+def test_public_names_are_all_there() -> None:
+    for name in wavecore.__all__:
+        if name != "register_op":  # lives beside the kernels and needs torch
+            assert getattr(wavecore, name) is not None
+    assert set(wavecore.__all__) <= set(dir(wavecore))

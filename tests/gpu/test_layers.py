@@ -1,0 +1,71 @@
+"""Small kernels on a GPU at the sizes of real models, in every dtype, against float64 twins; and the ops' dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wavecore.kernels import ops, reference
+from wavecore.kernels.check import compare
+from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages, rope_table
+
+ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype
+    error = float((got.double() - want).norm() / want.norm())
+    assert error < ERROR[dtype], error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", list(ops.KERNEL_FILES))
+def test_example(name: str, dtype: torch.dtype) -> None:
+    like = torch.empty(0, dtype=dtype, device="cuda")
+    assert compare(name, getattr(ops, name), EXAMPLES[name](like)) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, hidden", [(1, 576), (33, 1024), (257, 4096), (5, 5120), (3, 8192)])
+def test_add_rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, tokens, hidden, device="cuda").to(dtype)
+    weight = torch.randn(hidden, device="cuda").to(dtype)
+    normed, total = ops.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    close(normed, reference.add_rms_norm(total.double(), None, weight.double(), 1e-6)[0], dtype)
+    offset, _ = ops.add_rms_norm(x, None, weight, 1e-6, 1.0)
+    close(offset, reference.add_rms_norm(x.double(), None, weight.double(), 1e-6, 1.0)[0], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op, twin", [(ops.silu_mul, reference.silu_mul), (ops.gelu_tanh_mul, reference.gelu_tanh_mul)])
+def test_gated(op: Callable[[Tensor], Tensor], twin: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    for tokens, inner in ((1, 3072), (129, 14336), (7, 1536)):
+        x = (torch.randn(tokens, 2 * inner, device="cuda") * 3).to(dtype)
+        close(op(x), twin(x.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, rot",
+    [(32, 8, 128, 128), (9, 3, 64, 64), (32, 32, 96, 96), (8, 4, 256, 256), (16, 2, 128, 32)],
+)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_norm_rope_write(heads: int, kv_heads: int, dim: int, rot: int, with_norm: bool, dtype: torch.dtype) -> None:
+    batch, num_pages = make_batch([1] * 20 + [300, 41], [*range(1, 2000, 100), 300, 77], 64, "cuda", 2, 10)
+    qkv = torch.randn(len(batch.token_ids), (heads + 2 * kv_heads) * dim, device="cuda").to(dtype)
+    norms: Any = torch.randn(2, dim, device="cuda").to(dtype) if with_norm else (None, None)
+    pages = make_pages(num_pages, 2, kv_heads, 64, dim, qkv)
+    table = rope_table(2048, rot, "cuda", 500_000.0)
+    want_pages = pages.double()
+    wide: Any = norms.double() if with_norm else norms
+    want = reference.qk_norm_rope_kv_write(qkv.double(), *wide, 1e-6, table, batch, want_pages, 1, heads, kv_heads)
+    q = ops.qk_norm_rope_kv_write(qkv, *norms, 1e-6, table, batch, pages, 1, heads, kv_heads)
+    close(q, want, dtype)
+    close(pages, want_pages, dtype)
+    assert not pages[0].any()

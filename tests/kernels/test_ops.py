@@ -1,0 +1,92 @@
+"""Dispatch, and replacing an operation by a user's function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wavecore.kernels import ops, reference
+from wavecore.kernels.check import compare
+from wavecore.kernels.examples import EXAMPLES
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    yield
+    for name in ops.KERNEL_FILES:
+        ops.unregister_op(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(ops.KERNEL_FILES))
+def test_an_op_is_its_twin_on_a_cpu(name: str, dtype: torch.dtype) -> None:
+    assert compare(name, getattr(ops, name), EXAMPLES[name](torch.empty(0, dtype=dtype))) is None
+
+
+@pytest.mark.parametrize("name", list(ops.KERNEL_FILES))
+def test_register(name: str) -> None:
+    calls = []
+    twin: Callable[..., Any] = getattr(reference, name)
+
+    def counting(*args: Any) -> Any:
+        calls.append(name)
+        return twin(*args)
+
+    ops.register_op(name, counting)
+    calls.clear()
+    getattr(ops, name)(*EXAMPLES[name](torch.empty(0)))
+    assert calls == [name]
+    ops.unregister_op(name)
+    getattr(ops, name)(*EXAMPLES[name](torch.empty(0)))
+    assert calls == [name]
+
+
+def wrong_value(gate_up: Tensor) -> Tensor:
+    return reference.gelu_tanh_mul(gate_up)
+
+
+def wrong_shape(gate_up: Tensor) -> Tensor:
+    return reference.silu_mul(gate_up)[:-1]
+
+
+def wrong_dtype(gate_up: Tensor) -> Tensor:
+    return reference.silu_mul(gate_up).double()
+
+
+def broken(gate_up: Tensor) -> Tensor:
+    raise RuntimeError("no such luck")
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (wrong_value, "differs by up to"),
+        (wrong_shape, r"\[2, 96\], not"),
+        (wrong_dtype, "float64"),
+        (broken, "no such luck"),
+        (lambda gate_up: None, "is missing"),
+    ],
+)
+def test_a_function_that_differs_is_refused(fn: Callable[..., Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ops.register_op("silu_mul", fn)
+    args = EXAMPLES["silu_mul"](torch.empty(0))
+    torch.testing.assert_close(ops.silu_mul(*args), reference.silu_mul(*args))
+
+
+def test_a_change_of_arguments_that_the_twin_does_not_make_is_refused() -> None:
+    def greedy_copy(pages: Tensor, pairs: Tensor) -> None:
+        reference.copy_blocks(pages, pairs)
+        pages[0] = 1
+
+    with pytest.raises(ValueError, match=r"result\[1\] differs"):
+        ops.register_op("copy_blocks", greedy_copy)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ValueError, match="the names are prepare_batch"):
+        ops.register_op("flash", lambda x: x)

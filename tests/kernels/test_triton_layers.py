@@ -1,0 +1,83 @@
+"""The small kernels against their twins, by interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from wavecore.kernels import reference
+from wavecore.kernels.batch import BatchBuffers
+from wavecore.kernels.check import compare
+from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages, rope_table, step_rows, tables
+from wavecore.kernels.ops import KERNEL_FILES
+
+# the interpreter computes with numpy, which warns where a GPU gives infinity
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    fn: Callable[..., Any] = getattr(import_module(f"wavecore.kernels.{KERNEL_FILES[name]}"), name)
+    return fn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", list(KERNEL_FILES))
+def test_example(device: str, name: str, dtype: torch.dtype) -> None:
+    assert compare(name, kernel(name), EXAMPLES[name](torch.empty(0, dtype=dtype, device=device))) is None
+
+
+@pytest.mark.parametrize("hidden", [1, 64, 576, 1000])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_add_rms_norm(device: str, hidden: int, with_residual: bool) -> None:
+    x, residual = torch.randn(3, hidden, device=device), torch.randn(3, hidden, device=device)
+    args = x, residual if with_residual else None, torch.randn(hidden, device=device), 1e-5
+    assert compare("add_rms_norm", kernel("add_rms_norm"), args) is None
+
+
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def test_activation_over_several_blocks(device: str, name: str) -> None:
+    assert compare(name, kernel(name), (torch.randn(2, 2 * 1500, device=device) * 4,)) is None
+
+
+@pytest.mark.parametrize(
+    "dim, rot, heads, kv_heads", [(64, 64, 9, 3), (96, 96, 1, 1), (128, 32, 2, 1), (256, 256, 3, 2)]
+)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_norm_rope_write(device: str, dim: int, rot: int, heads: int, kv_heads: int, with_norm: bool) -> None:
+    batch, num_pages = make_batch([1, 1, 6], [9, 1, 7], 4, device, pad_rows=1, pad_tokens=1)
+    qkv = torch.randn(9, (heads + 2 * kv_heads) * dim, device=device)
+    q_norm, k_norm = torch.randn(2, dim, device=device) if with_norm else (None, None)
+    pages = make_pages(num_pages, 2, kv_heads, 4, dim, qkv)
+    table = rope_table(16, rot, device)
+    args = qkv, q_norm, k_norm, 1e-6, table, batch, pages, 1, heads, kv_heads, 1.0 if with_norm else 0.0
+    assert compare("qk_norm_rope_kv_write", kernel("qk_norm_rope_kv_write"), args) is None
+
+
+@pytest.mark.parametrize(
+    "query_lens, seq_lens, pads",
+    [([1], [1], (0, 0)), ([1] * 5, [3, 600, 9, 1, 4], (3, 3)), ([1, 300, 2, 500], [8, 300, 9, 777], (2, 30))],
+)
+def test_prepare_batch(device: str, query_lens: list[int], seq_lens: list[int], pads: tuple[int, int]) -> None:
+    rows = step_rows(query_lens, seq_lens, device, *pads)
+    token_table, block_table, _ = tables(seq_lens, 2, device)
+    buffers = BatchBuffers.allocate(rows.bucket_tokens + 5, len(rows.slots) + 1, block_table.shape[1] + 3, device)
+    args = rows, token_table, block_table, 2, buffers
+    want = reference.prepare_batch(*copy.deepcopy(args))
+    got = kernel("prepare_batch")(*args)
+    for name in ("token_ids", "positions", "slot_mapping", "row_of_token", "seq_lens", "sample_index", "query_start"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    for row, length in enumerate(seq_lens):
+        blocks = -(-length // 2)
+        assert torch.equal(got.block_tables[row, :blocks], block_table[row, :blocks])
+    assert (got.num_tokens, got.num_rows, got.shared) == (want.num_tokens, want.num_rows, {})
+
+
+def test_copy_blocks_over_several_programs(device: str) -> None:
+    pages = torch.randn(4, 3, 2, 2, 16, 64, device=device)
+    pairs = torch.tensor([[3, 0], [1, 2]], device=device)
+    assert compare("copy_blocks", kernel("copy_blocks"), (pages, pairs)) is None

@@ -1,0 +1,134 @@
+"""The sampling kernels against their twin: the same tokens, by interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from wavecore.kernels import reference
+from wavecore.kernels.examples import sampling_rows
+from wavecore.kernels.sampling import sample
+from wavecore.kernels.sampling_rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
+
+# the interpreter computes with numpy, which warns where a GPU gives infinity
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+VOCAB = 5000
+INF = math.inf
+
+
+def same(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Both draw alike, and leave the same logits, tokens and counts behind."""
+    twin_logits, twin_rows = logits.clone(), copy.deepcopy(rows)
+    want = reference.sample(twin_logits, twin_rows)
+    got = sample(logits, rows)
+    assert torch.equal(got[1], want[1])
+    good = want[1] == 0  # the token of a faulty row means nothing
+    assert torch.equal(got[0][good], want[0][good])
+    assert torch.equal(logits.nan_to_num(nan=7.0), twin_logits.nan_to_num(nan=7.0))
+    assert torch.equal(rows.token_ids[good], twin_rows.token_ids[good])
+    assert torch.equal(rows.counts, twin_rows.counts)
+    return got[0]
+
+
+def column(values: object, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("vocab", [3, 2048, VOCAB])
+def test_greedy_and_plain_temperature(device: str, vocab: int) -> None:
+    temperature = column([0.0, 0.5, 1.0, 3.0, 1e-6], device)
+    same(torch.randn(5, vocab, device=device), sampling_rows(5, vocab, device, temperature=temperature))
+
+
+@pytest.mark.parametrize(
+    "top_k, top_p, min_p",
+    [(0, 1.0, 0.3), (1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.6, 0.0), (40, 0.9, 0.0), (40, 0.9, 0.05), (9999, 0.02, 0.0)],
+)
+def test_truncation(device: str, top_k: int, top_p: float, min_p: float) -> None:
+    n = 2
+    rows = sampling_rows(
+        n,
+        VOCAB,
+        device,
+        temperature=column([0.8, 1.4], device),
+        top_k=column([top_k] * n, device, torch.int32),
+        top_p=column([top_p] * n, device),
+        min_p=column([min_p] * n, device),
+    )
+    same(torch.randn(n, VOCAB, device=device) * 3, rows)
+
+
+def test_truncation_of_equal_and_of_masked_logits(device: str) -> None:
+    logits = torch.zeros(3, 100, device=device)
+    logits[1, 3:] = -INF
+    logits[2] = -5.0
+    logits[2, 50:] = 4.0
+    rows = sampling_rows(
+        3,
+        100,
+        device,
+        temperature=column([1.0] * 3, device),
+        top_k=column([5, 60, 10], device, torch.int32),
+        top_p=column([0.5, 0.9, 0.3], device),
+    )
+    same(logits, rows)
+
+
+def test_edits_penalties_and_allowed_tokens(device: str) -> None:
+    i32 = torch.int32
+    words = (VOCAB + 31) // 32
+    rows = sampling_rows(
+        5,
+        VOCAB,
+        device,
+        temperature=column([0.0, 1.0, 0.0, 1.0, 0.0], device),
+        token_ids=column([[1, 2, 3, 4, 0, 0]] * 5, device, i32),
+        positions=column([4, 4, 5, 4, 4], device, i32),
+        bias_range=column([[0, 3], [0, 3], [0, 3], [3, 3], [3, 3]], device, i32),
+        bias_ids=column([9, 9, 2], device, i32),
+        bias_values=column([30.0, -INF, 29.0], device),
+        bias_until=column([NO_LIMIT, 5, NO_LIMIT], device, i32),
+        word_range=column([[0, 0], [0, 1], [0, 3], [0, 3], [2, 3]], device, i32),
+        word_start=column([0, 3, 5, 6], device, i32),
+        word_tokens=column([3, 4, 7, 4, 9, 8], device, i32),
+        count_row=column([0, -1, 1, 2, -1], device, i32),
+        counts=torch.randint(0, 3, (3, VOCAB), dtype=i32).to(device)
+        + torch.randint(0, 2, (3, VOCAB), dtype=i32).to(device) * SEEN_IN_PROMPT,
+        repetition_penalty=column([1.5, 1.0, 0.7, 1.2, 1.0], device),
+        frequency_penalty=column([0.5, 0.0, -0.25, 0.0, 0.0], device),
+        presence_penalty=column([0.25, 0.0, 1.0, 0.0, 0.0], device),
+        allowed_row=column([-1, -1, -1, -1, 1], device, i32),
+        allowed=torch.randint(-(1 << 31), 1 << 31, (2, words)).to(i32).to(device),
+    )
+    same(torch.randn(5, VOCAB, device=device) * 2, rows)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_faults_and_rows_that_do_not_sample(device: str, temperature: float) -> None:
+    logits = torch.randn(6, 3000, device=device)
+    logits[1, 2999] = math.nan
+    logits[2] = -INF
+    logits[3, :-1] = -INF
+    logits[4, 2] = INF
+    logits[5] = math.nan
+    rows = sampling_rows(
+        6,
+        3000,
+        device,
+        slots=column([0, 1, 2, 3, 4, -1], device, torch.int32),
+        temperature=column([temperature] * 6, device),
+        top_k=column([0, 5, 5, 5, 0, 0], device, torch.int32),
+    )
+    tokens = same(logits, rows)
+    assert tokens[3] == 2999 and tokens[5] == -1
+    assert bool(((tokens[:5] >= 0) & (tokens[:5] < 3000)).all())
+
+
+def test_token_behind_the_table_is_not_written(device: str) -> None:
+    positions = column([7, 8], device, torch.int32)
+    same(torch.randn(2, 100, device=device), sampling_rows(2, 100, device, positions=positions))

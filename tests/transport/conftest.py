@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wavecore.transport.client_pump import ClientPump, Disconnected, Event, Reconnected
+from wavecore.transport.curve import CurveClient
+from wavecore.transport.messages import Abort, Add, Ready, Result, Step, Utility
+from wavecore.transport.tensors import from_numpy, to_numpy
+
+FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
+_spec = importlib.util.spec_from_file_location("fake_engine", FAKE_ENGINE)
+assert _spec is not None and _spec.loader is not None
+fake_engine = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake_engine)
+
+DEADLINE = 30.0  # generous: other processes may own the cores; nothing waits for it to pass
+
+
+class Client:
+    """A ClientPump with a memory. Checks every token as it comes; `wait_for` blocks on a condition."""
+
+    def __init__(self, on_step: Callable[[Step], None] | None = None) -> None:
+        self.changed = threading.Condition()
+        self.events: list[Event] = []
+        self.received: dict[int, int] = {}  # handle -> tokens so far
+        self.ends: dict[int, list[int]] = {}  # handle -> finish codes; exactly one is right
+        self.extras: dict[int, dict[str, Any]] = {}
+        self.results: dict[int, Result] = {}
+        self.faults: list[str] = []
+        self.frames = 0
+        self.steps = 0
+        self.on_step = on_step
+        self._next = 0
+        self.pump = ClientPump(self._event, version="test")
+
+    def _event(self, index: int, event: Event) -> None:
+        if isinstance(event, Step) and self.on_step is not None:
+            self.on_step(event)
+        with self.changed:
+            if isinstance(event, Step):
+                self._step(event)
+            elif isinstance(event, Result):
+                self.results[event.call] = event
+            else:
+                self.events.append(event)
+            self.changed.notify_all()
+
+    def _step(self, step: Step) -> None:
+        self.steps += 1
+        columns = step.columns
+        starts = np.concatenate([[0], np.cumsum(columns.counts, dtype=np.int64)])
+        for row, handle in enumerate(columns.handles.tolist()):
+            if handle in self.ends:
+                self.faults.append(f"output for {handle} after its end")
+            first = self.received.get(handle, 0)
+            for offset, got in enumerate(columns.tokens[starts[row] : starts[row + 1]].tolist()):
+                if got != fake_engine.token(handle, first + offset):
+                    self.faults.append(f"handle {handle}: token {first + offset} is {got}")
+            self.received[handle] = first + int(columns.counts[row])
+            for position in columns.extras.get(row, {}).get("pooled", ()):
+                array = to_numpy(columns.frames[position])
+                self.frames += 1
+                if len(set(array[:: max(1, len(array) // 64)].tolist())) != 1:
+                    self.faults.append(f"handle {handle}: a tensor was mixed up")
+            self.extras.setdefault(handle, {}).update(columns.extras.get(row, {}))
+            if columns.finish[row]:
+                self.ends.setdefault(handle, []).append(int(columns.finish[row]))
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, DEADLINE), f"waited in vain for {what}"
+        assert not self.faults, self.faults[:5]
+
+    def saw(self, kind: type, times: int = 1) -> bool:
+        return sum(isinstance(event, kind) for event in self.events) >= times
+
+    def connect(self, addresses: tuple[str, str], curve: CurveClient | None = None) -> None:
+        readies = sum(isinstance(event, Ready) for event in self.events)
+        self.pump.connect(0, *addresses, curve)
+        self.wait_for(lambda: self.saw(Ready, readies + 1), "READY")
+
+    def add(self, prompt: Any = (1, 2, 3), **params: Any) -> int:
+        handle = self._next
+        self._next += 1
+        ids = from_numpy(np.asarray(prompt, np.int32))
+        self.pump.send(0, Add(b"", b"", 0, handle, ids, params))
+        return handle
+
+    def abort(self, *handles: int) -> None:
+        self.pump.send(0, Abort(b"", b"", 0, np.array(handles, np.uint32)))
+
+    def call(self, call: int, method: str, **args: Any) -> None:
+        self.pump.send(0, Utility(b"", b"", 0, call, method, args))
+
+    def wait_ends(self, *handles: int) -> None:
+        self.wait_for(lambda: all(handle in self.ends for handle in handles), f"the end of {len(handles)} requests")
+        assert all(len(self.ends[handle]) == 1 for handle in handles)
+
+    def wait_outage(self) -> None:
+        self.wait_for(lambda: self.saw(Disconnected) and self.saw(Reconnected), "an outage and its end")
+
+
+class EngineProcess:
+    """fake_engine.py as a child process."""
+
+    def __init__(self, input_address: str, output_address: str, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(FAKE_ENGINE), input_address, output_address, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(FAKE_ENGINE.parents[2] / "src")},
+        )
+        assert self.process.stdout is not None
+        line = json.loads(self.process.stdout.readline())
+        self.addresses = (line["input"], line["output"])
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self, kill: bool = False) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        if kill:
+            self.process.kill()
+        else:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.stdin.close()
+        self.process.wait(DEADLINE)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def ipc() -> Iterator[tuple[str, str]]:
+    """Two fresh ipc addresses."""
+    with tempfile.TemporaryDirectory(prefix="wc-") as folder:
+        yield f"ipc://{folder}/input", f"ipc://{folder}/output"
+
+
+@pytest.fixture
+def clean_up() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Register what must be called at the end, in reverse order."""
+    stack: list[Callable[[], object]] = []
+    yield stack.append
+    for call in reversed(stack):
+        call()
+
+
+@pytest.fixture
+def make_engine(ipc: tuple[str, str], clean_up: Any) -> Callable[..., Any]:
+    """Starts a fake engine in this process (default addresses: `ipc`)."""
+
+    def make(addresses: tuple[str, str] = ipc, **options: Any) -> Any:
+        engine = fake_engine.FakeEngine(*addresses, **options)
+        clean_up(engine.stop)
+        return engine
+
+    return make
+
+
+@pytest.fixture
+def make_client(clean_up: Any) -> Callable[..., Client]:
+    def make(**options: Any) -> Client:
+        client = Client(**options)
+        clean_up(client.pump.close)
+        return client
+
+    return make
+
+
+@pytest.fixture
+def make_process(ipc: tuple[str, str], clean_up: Any) -> Callable[..., EngineProcess]:
+    """Starts a fake engine in a child process (default addresses: `ipc`)."""
+
+    def make(*options: str, addresses: tuple[str, str] = ipc) -> EngineProcess:
+        engine = EngineProcess(*addresses, *options)
+        clean_up(lambda: engine.end(kill=engine.process.poll() is None))
+        return engine
+
+    return make
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool], str], None]:
+    """Poll a condition of another thread's state that nobody announces."""
+
+    def wait(condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE
+        ticker: queue.SimpleQueue[None] = queue.SimpleQueue()
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain for {what}"
+            try:
+                ticker.get(timeout=0.01)
+            except queue.Empty:
+                continue
+
+    return wait

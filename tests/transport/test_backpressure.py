@@ -1,0 +1,208 @@
+"""Slow, stopped and silent peers: bounded memory, nobody else is hurt, and whatever is given up is given up by name."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+from tests.transport.conftest import fake_engine
+
+from wavecore.transport import client_link, output_pump
+from wavecore.transport.client_state import Limits
+from wavecore.transport.codec import encode
+from wavecore.transport.errors import Overloaded
+from wavecore.transport.messages import Add, FinishReason, Gone, Hello, Ping, Ready, Step
+from wavecore.transport.sockets import make_context, make_socket
+
+
+class Pause:
+    """Stands in a client's IO thread until it is lifted: nothing is read, nothing is acknowledged."""
+
+    def __init__(self) -> None:
+        self.lifted = threading.Event()
+
+    def __call__(self, _: Step) -> None:
+        assert self.lifted.wait(60)
+
+
+@pytest.fixture
+def pause() -> Iterator[Pause]:
+    pause = Pause()
+    yield pause
+    pause.lifted.set()
+
+
+@pytest.mark.parametrize("messages", [600, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_paused_reader_of_large_messages(make_engine: Any, make_client: Any, eventually: Any, messages: int) -> None:
+    """T1, T2: every tensor is intact and every token is there once the reader goes on."""
+    pause = Pause()
+    engine = make_engine(limits=Limits(waiting_bytes=2 << 30))
+    client = make_client(on_step=pause)
+    client.connect(engine.addresses)
+    large = client.add(count=messages, frame=70_000)
+    mixed = [client.add(count=messages // 10, frame=size) for size in (65_535, 65_536, 65_537, 10)]
+    eventually(lambda: not engine.open and engine.steps >= messages, "all steps")
+    pause.lifted.set()
+    client.wait_ends(large, *mixed)
+    assert client.received[large] == messages
+    assert client.frames == messages + 4 * (messages // 10)
+
+
+def test_slow_client_is_merged_and_a_fast_one_unharmed(
+    make_engine: Any, make_client: Any, eventually: Any, pause: Pause
+) -> None:
+    limits = Limits(messages=16)
+    engine = make_engine(limits=limits)
+    slow, fast = make_client(on_step=pause), make_client()
+    slow.connect(engine.addresses)
+    late = [slow.add(count=5000) for _ in range(4)]
+    fast.connect(engine.addresses)
+    fast.wait_ends(*[fast.add(count=300) for _ in range(4)])
+    eventually(lambda: not engine.open, "the end of the slow client's requests")
+    state = engine.output._clients[slow.pump.session(0)]
+    assert len(state._outbox) <= limits.messages
+    assert len(state._columns) <= 2 * 64
+    pause.lifted.set()
+    slow.wait_ends(*late)
+    assert [slow.received[handle] for handle in late] == [5000] * 4
+    assert slow.steps < 500
+
+
+def test_client_that_lives_but_reads_nothing_is_dropped(make_engine: Any, ipc: Any, eventually: Any) -> None:
+    """It pings, so it is not silent; it acknowledges nothing while output waits, so its requests end."""
+    engine = make_engine(limits=Limits(messages=4, stalled_ticks=1))
+    context = make_context()
+    dealer = make_socket(context, zmq.DEALER, engine.addresses[1], identity=b"c" * 16)
+    push = make_socket(context, zmq.PUSH, engine.addresses[0])
+    for socket in (dealer, push):
+        socket.setsockopt(zmq.SNDTIMEO, 30_000)
+        socket.setsockopt(zmq.RCVTIMEO, 30_000)
+    dealer.send_multipart(encode(Hello("test")))
+    dealer.recv_multipart()
+    prompt = fake_engine.from_numpy(fake_engine.payload(0, 0, 3).astype("<i4"))
+    push.send_multipart(encode(Add(engine.epoch, b"c" * 16, 1, 1, prompt, {"count": 1 << 30})))
+
+    def pinging() -> bool:
+        dealer.send_multipart(encode(Ping(engine.epoch, 0)))
+        return b"c" * 16 in engine.gone
+
+    eventually(pinging, "the drop")
+    assert not engine.open
+    assert encode(Gone(engine.epoch)) in iter(dealer.recv_multipart, None)
+    push.close(0)
+    dealer.close(0)
+    context.term()
+
+
+def test_client_with_too_much_waiting_output_is_dropped(
+    make_engine: Any, make_client: Any, eventually: Any, pause: Pause
+) -> None:
+    engine = make_engine(limits=Limits(messages=4, waiting_bytes=1 << 20))
+    client = make_client(on_step=pause)
+    client.connect(engine.addresses)
+    client.add(count=1 << 30, frame=70_000)
+    first = client.pump.session(0)
+    eventually(lambda: first in engine.gone, "the drop")
+    pause.lifted.set()
+    client.wait_for(lambda: client.saw(Ready, 2), "a new session")
+    client.on_step = None
+    client.wait_ends(client.add())
+
+
+def test_silent_client_is_dropped_and_comes_back_as_a_new_one(
+    make_engine: Any, make_client: Any, eventually: Any, pause: Pause, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_pump, "SILENT_TICKS", 2)
+    engine = make_engine(pace=0.01)
+    client = make_client(on_step=pause)
+    client.connect(engine.addresses)
+    first = client.pump.session(0)
+    lost = client.add(count=1 << 30)
+    eventually(lambda: first in engine.gone, "the drop")
+    assert not engine.open
+    monkeypatch.undo()
+    pause.lifted.set()
+    client.wait_for(lambda: client.saw(Ready, 2), "a new session")
+    assert client.pump.session(0) != first
+    assert lost not in client.ends
+    client.wait_ends(client.add(count=3))
+
+
+def test_stopped_client_costs_bounded_memory(
+    make_engine: Any, make_client: Any, ipc: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F-07: a SIGSTOPped client with 50 endless requests, until it is dropped."""
+    monkeypatch.setattr(output_pump, "SILENT_TICKS", 3)
+    engine = make_engine()
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("fake_client.py")), *engine.addresses, "50"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == b"running\n"
+        process.send_signal(signal.SIGSTOP)
+        before = psutil.Process().memory_info().rss
+        fast = make_client()
+        fast.connect(engine.addresses)
+        eventually(lambda: bool(engine.gone), "the drop")
+        assert psutil.Process().memory_info().rss - before < 200 << 20
+        assert not engine.open
+        fast.wait_ends(fast.add(count=10))
+        process.send_signal(signal.SIGCONT)
+        process.stdin.close()
+        process.wait(30)
+
+
+def test_stopped_engine_costs_a_client_bounded_memory(
+    make_process: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backpressure up: the client is told at once; an abort always passes; nothing that was taken is lost."""
+    monkeypatch.setattr(client_link, "MAX_UNACKNOWLEDGED", 100)
+    engine, client = make_process(), make_client()
+    client.connect(engine.addresses)
+    engine.signal(signal.SIGSTOP)
+    taken = []
+    with pytest.raises(Overloaded, match="acknowledgement"):
+        for _ in range(101):
+            taken.append(client.add(count=2))
+    assert len(taken) == 100
+    client.abort(taken[0])
+    engine.signal(signal.SIGCONT)
+    client.wait_ends(*taken)
+    client.wait_ends(client.add())
+
+
+def test_output_for_a_client_that_is_gone_ends_its_requests(make_engine: Any, eventually: Any) -> None:
+    engine = make_engine()
+    engine.output.put({b"nobody": fake_engine.finish_columns([1], FinishReason.STOP)})
+    eventually(lambda: engine.gone == [b"nobody"], "the news")
+
+
+def test_too_many_clients_are_turned_away(make_engine: Any, make_client: Any) -> None:
+    engine = make_engine(limits=Limits(clients=1))
+    first, second = make_client(), make_client()
+    first.connect(engine.addresses)
+    second.pump.connect(0, *engine.addresses)
+    first.wait_ends(first.add())
+    assert not second.saw(Ready)
+    assert len(engine.output.sessions) == 1
+
+
+def test_output_that_cannot_travel_ends_its_requests(make_engine: Any, make_client: Any) -> None:
+    engine, client = make_engine(), make_client()
+    client.connect(engine.addresses)
+    columns = fake_engine.finish_columns([5], FinishReason.STOP)
+    columns.extras[0] = {"code": object()}
+    engine.output.put({client.pump.session(0): columns})
+    client.wait_ends(5)
+    assert client.ends[5] == [FinishReason.ERROR]
+    assert client.extras[5]["code"] == "protocol"

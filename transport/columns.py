@@ -1,0 +1,73 @@
+"""`Columns`, the output of steps for one client: build, measure and merge them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from wavecore.transport.messages import Columns, FinishReason
+from wavecore.transport.schema import FRAME_LISTS
+
+
+def empty_columns() -> Columns:
+    """Columns without a row."""
+    return Columns(np.empty(0, np.uint32), np.empty(0, np.uint32), np.empty(0, np.int32), np.empty(0, np.uint8))
+
+
+def finish_columns(handles: Iterable[int], reason: FinishReason, code: str = "", message: str = "") -> Columns:
+    """Columns that end each of these requests without another token; `code` and `message` say why."""
+    rows = np.fromiter(handles, np.uint32)
+    extras: dict[int, dict[str, Any]] = (
+        {i: {"code": code, "message": message} for i in range(len(rows))} if code else {}
+    )
+    return Columns(
+        rows, np.zeros(len(rows), np.uint32), np.empty(0, np.int32), np.full(len(rows), reason, np.uint8), extras
+    )
+
+
+def size_of(columns: Columns) -> int:
+    """About how many bytes the columns hold."""
+    arrays = columns.handles.nbytes + columns.counts.nbytes + columns.tokens.nbytes + columns.finish.nbytes
+    return arrays + sum(len(frame.buffer) for frame in columns.frames) + 64 * len(columns.extras)
+
+
+def merge(*parts: Columns) -> Columns:
+    """One Columns that says what `parts`, in this order, say: a row a handle, in order of first appearance.
+
+    Tokens of a handle are joined; its finish code and plain extras are the last ones given; extras that name frames
+    (`FRAME_LISTS`) are joined, their positions moved to the joined frames.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    handles = np.concatenate([part.handles for part in parts])
+    counts = np.concatenate([part.counts for part in parts])
+    unique, first, row_of = np.unique(handles, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")  # np.unique sorts by value; rows go by first appearance
+    rank = np.empty(len(unique), np.intp)
+    rank[order] = np.arange(len(unique))
+    rows = rank[row_of]
+
+    merged_counts = np.bincount(rows, weights=counts, minlength=len(unique)).astype(np.uint32)
+    tokens = np.concatenate([part.tokens for part in parts])
+    tokens = tokens[np.argsort(np.repeat(rows, counts), kind="stable")]
+    finish = np.zeros(len(unique), np.uint8)
+    codes = np.concatenate([part.finish for part in parts])
+    ended = np.flatnonzero(codes)
+    finish[rows[ended]] = codes[ended]
+
+    extras: dict[int, dict[str, Any]] = {}
+    row_base = frame_base = 0
+    for part in parts:
+        for index, extra in part.extras.items():
+            joined = extras.setdefault(int(rows[row_base + index]), {})
+            for name, value in extra.items():
+                if name in FRAME_LISTS:
+                    joined[name] = [*joined.get(name, ()), *(frame_base + position for position in value)]
+                else:
+                    joined[name] = value
+        row_base += len(part.handles)
+        frame_base += len(part.frames)
+    frames = tuple(frame for part in parts for frame in part.frames)
+    return Columns(unique[order], merged_counts, tokens, finish, extras, frames)

@@ -1,0 +1,88 @@
+"""One logging set-up for every process of ours, and lines written by a thread that nobody waits for.
+
+A log sink may block (a paused terminal, a full pipe) or break (a closed pipe, a full disk). Neither may stop an engine,
+so lines go through a bounded queue: what does not fit is dropped, counted and reported once there is room again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import TextIO
+
+import setproctitle
+
+FORMAT = "%(asctime)s %(levelname)s [%(process)d {process}] %(name)s: %(message)s"
+MAX_LINE = 4096
+
+
+def set_up(process: str, level: int = logging.INFO) -> LineWriter:
+    """Log this whole process to stderr and name it, for programs of ours; libraries' users keep their own set-up.
+
+    Args:
+        process: "engine 0", "client", ...; part of each line and of the title in `ps`.
+
+    Returns:
+        The writer; close it before the process ends, so that the last lines are out.
+    """
+    setproctitle.setproctitle(f"wavecore {process}")
+    writer = LineWriter(lambda: sys.stderr)
+    handler = _LineHandler(writer)
+    handler.setFormatter(logging.Formatter(FORMAT.format(process=process)))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    return writer
+
+
+class LineWriter:
+    """Writes lines to a stream from its own thread. `put` never blocks and never raises.
+
+    Args:
+        stream: asked at each write, because notebooks and test runners replace sys.stderr.
+        limit: lines waiting at most.
+    """
+
+    def __init__(self, stream: Callable[[], TextIO | None], limit: int = 1000) -> None:
+        self._stream = stream
+        self._queue: queue.Queue[str | None] = queue.Queue(limit)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
+        self._thread.start()
+
+    def put(self, line: str) -> None:
+        try:
+            self._queue.put_nowait(line[:MAX_LINE])
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Write what waits, for at most `timeout` seconds."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=timeout)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (line := self._queue.get()) is not None:
+            if self._dropped:
+                dropped, self._dropped = self._dropped, 0
+                line = f"({dropped} log lines dropped: the log's reader is too slow)\n{line}"
+            stream = self._stream()
+            if stream is None:  # pythonw, daemons
+                continue
+            # A log that cannot be written is no reason to stop serving: OSError is a full disk or closed pipe,
+            # ValueError a stream that its owner closed.
+            with contextlib.suppress(OSError, ValueError):
+                stream.write(line + "\n")
+                stream.flush()
+
+
+class _LineHandler(logging.Handler):
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._writer.put(self.format(record))

@@ -1,0 +1,311 @@
+"""The engine's output thread: one ROUTER to all clients. Knows no requests, only columns, results and last words.
+
+The engine's main loop hands over what it produced and goes on; this thread numbers it, keeps it until it is
+acknowledged, and merges what a slow client has not room for. No client can slow another or grow without a bound:
+
+    put -> pending (merged) -> outbox (numbered, bounded window) -> ROUTER -> client
+                                  ^--- Ping(seen) ---------------------'
+
+Time is counted in ticks of this thread, not by the clock: after the engine itself was suspended for a while, it does
+not take the silence for the clients'.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+
+from wavecore.transport.client_state import ClientState, Limits
+from wavecore.transport.codec import Frames, decode, encode
+from wavecore.transport.complaints import Complaints
+from wavecore.transport.curve import CurveServer
+from wavecore.transport.delivery import Inbox
+from wavecore.transport.endpoint import Endpoint
+from wavecore.transport.errors import ProtocolError, WavecoreError
+from wavecore.transport.messages import Columns, Dead, Gone, Heartbeat, Hello, Ping, Ready, TensorFrame
+from wavecore.transport.sockets import Waker
+
+TICK_SECONDS = 1.0
+SILENT_TICKS = 10
+FLUSH_SECONDS = 2.0
+MAX_TASKS = 1000  # outputs handed over and not looked at: a main loop that outruns this thread waits for it
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a heartbeat says about the main loop: steps so far, requests running and waiting, tokens outstanding."""
+
+    steps: int
+    running: int
+    waiting: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """In the input queue: abort every request of this client. May come more than once."""
+
+    client: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PumpFailed:
+    """In the input queue: an IO thread ended on a bug. An engine that is deaf or mute must end."""
+
+    where: str
+    error: BaseException
+
+
+class OutputPump:
+    """Owns the ROUTER. `put*`, `nudge` and `stop` may be called by any thread; `run` is the thread.
+
+    Args:
+        address: where to bind; `endpoint` is what was bound.
+        epoch: 16 random bytes that name this life of the engine.
+        resolved: told to every client in READY.
+        counters: read at every heartbeat, in this thread.
+        input_queue: gets ClientGone and PumpFailed.
+        curve: keys, for tcp.
+
+    Raises:
+        StartError, ConfigError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        epoch: bytes,
+        engine: int,
+        version: str,
+        resolved: dict[str, Any],
+        counters: Callable[[], Counters],
+        input_queue: SimpleQueue[Any],
+        curve: CurveServer | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self.epoch = epoch
+        self.sessions: dict[bytes, Inbox] = {}  # the up streams; added and removed here, used by the input thread
+        self._ready = encode(Ready(epoch, version, engine, resolved))
+        self._counters = counters
+        self._input_queue = input_queue
+        self._limits = limits or Limits()
+        self._clients: dict[bytes, ClientState] = {}
+        self._dirty: set[bytes] = set()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._drained = threading.Event()
+        self._ended = threading.Event()
+        self._stopping = False
+        self._complaints = Complaints(log)
+        self._endpoint = Endpoint(zmq.ROUTER, address, curve)
+        self._router = self._endpoint.socket
+        self.endpoint = self._endpoint.address
+        self._waker = Waker()
+
+    def put(self, outputs: Mapping[bytes, Columns], load: tuple[int, int, int] = (0, 0, 0)) -> None:
+        """Output of one step, by client. The arrays must not be written to afterwards."""
+        while len(self._tasks) >= MAX_TASKS and not self._ended.is_set():
+            self._drained.clear()
+            self._drained.wait(0.1)  # it may have drained between the check and the clear
+        self._do(lambda: self._put(outputs, load))
+
+    def put_result(
+        self,
+        client: bytes,
+        call: int,
+        value: Any = None,
+        frames: Sequence[TensorFrame] = (),
+        error: WavecoreError | None = None,
+    ) -> None:
+        """Answer a utility call."""
+        self._do(lambda: self._put_result(client, call, value, frames, error))
+
+    def put_dead(self, code: str, message: str, phase: str, rank: int, traceback: str) -> None:
+        """Last words, to every client."""
+        frames = encode(Dead(self.epoch, code, message, phase, rank, traceback))
+        self._do(lambda: self._broadcast(frames))
+
+    def nudge(self, client: bytes, seen: int, gap: bool) -> None:
+        """Tell a client now how far its up stream got."""
+        self._do(lambda: self._heartbeat(client, seen, gap))
+
+    def stop(self) -> None:
+        """End `run` once everything left, at latest in 2 s."""
+        self._stopping = True
+        self._waker.wake()
+
+    def close(self) -> None:
+        """Give everything back, if `run` is never called."""
+        self._endpoint.close(0)
+        self._waker.close()
+
+    def _do(self, task: Callable[[], None]) -> None:
+        self._tasks.append(task)
+        self._waker.wake()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            log.exception("output thread failed")
+            self._input_queue.put(PumpFailed("output thread", error))
+        finally:
+            self._ended.set()
+            self._endpoint.close()
+            self._waker.close()
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)  # a ROUTER that only sends never takes a reconnected client back
+        poller.register(self._waker.fd, zmq.POLLIN)
+        next_tick = time.monotonic() + TICK_SECONDS
+        give_up = float("inf")
+        while True:
+            wait = min(next_tick, give_up) - time.monotonic()
+            ready = dict(poller.poll(max(0, math.ceil(wait * 1000))))
+            if self._waker.fd in ready:
+                self._waker.clear()
+            for _ in range(len(self._tasks)):
+                self._tasks.popleft()()
+            self._drained.set()
+            if self._router in ready:
+                self._receive()
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + TICK_SECONDS
+                self._tick()
+            self._flush()
+            if self._stopping and not self._tasks:
+                give_up = min(give_up, now + FLUSH_SECONDS)
+                if now >= give_up or not any(client.has_output for client in self._clients.values()):
+                    return
+
+    def _receive(self) -> None:
+        for _ in range(1000):  # then give the outputs a turn
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            client = identity.bytes
+            try:
+                message = decode([frame.buffer for frame in frames])
+                if len(client) != 16:
+                    raise ProtocolError("a client's identity must be 16 bytes")
+                if isinstance(message, Hello):
+                    self._hello(client)
+                elif isinstance(message, Ping):
+                    self._ping(client, message)
+                else:
+                    raise ProtocolError(f"{type(message).__name__} on the output socket")
+            except ProtocolError as error:
+                self._complaints.add("bad frame on the output socket", error)
+
+    def _hello(self, identity: bytes) -> None:
+        if identity not in self._clients:
+            if len(self._clients) >= self._limits.clients:
+                self._complaints.add("too many clients", f"{self._limits.clients} are attached; one more was ignored")
+                return
+            self._clients[identity] = ClientState(self.epoch, self._limits)
+            self.sessions[identity] = Inbox()
+        self._clients[identity].heard()
+        self._send(identity, self._ready)
+
+    def _ping(self, identity: bytes, ping: Ping) -> None:
+        client = self._clients.get(identity)
+        if client is None or ping.epoch != self.epoch:
+            self._send(identity, encode(Gone(self.epoch)))
+            return
+        client.heard()
+        client.acknowledge(ping.seen, ping.gap, time.monotonic())
+        self._dirty.add(identity)
+
+    def _put(self, outputs: Mapping[bytes, Columns], load: tuple[int, int, int]) -> None:
+        for identity, columns in outputs.items():
+            client = self._clients.get(identity)
+            if client is None:
+                self._input_queue.put(ClientGone(identity))  # its requests outlived it: it left while they were queued
+                continue
+            client.put(columns, load)
+            self._mark(identity, client)
+
+    def _put_result(
+        self, identity: bytes, call: int, value: Any, frames: Sequence[TensorFrame], error: WavecoreError | None
+    ) -> None:
+        client = self._clients.get(identity)
+        if client is not None:
+            client.put_result(call, value, frames, error)
+            self._mark(identity, client)
+
+    def _mark(self, identity: bytes, client: ClientState) -> None:
+        """There is something new to send."""
+        if client.overflows:
+            self._drop(identity, "more output waits for it than it may have")
+        else:
+            self._dirty.add(identity)
+
+    def _drop(self, identity: bytes, reason: str) -> None:
+        log.warning("client %s is dropped and its requests end: %s", identity.hex()[:8], reason)
+        del self._clients[identity], self.sessions[identity]
+        self._dirty.discard(identity)
+        self._input_queue.put(ClientGone(identity))
+
+    def _broadcast(self, frames: Frames) -> None:
+        self._flush()
+        for identity in self._clients:
+            self._send(identity, frames)
+
+    def _heartbeat(self, identity: bytes, seen: int, gap: bool) -> None:
+        client = self._clients.get(identity)
+        if client is None:
+            return
+        count = self._counters()
+        beat = Heartbeat(
+            self.epoch,
+            client.last_number,
+            seen,
+            count.steps,
+            count.running,
+            count.waiting,
+            count.tokens,
+            time.monotonic(),
+            gap,
+        )
+        self._send(identity, encode(beat))
+
+    def _tick(self) -> None:
+        for identity, client in list(self._clients.items()):
+            reason = client.tick(SILENT_TICKS)
+            if reason:
+                self._drop(identity, reason)
+            else:
+                self._heartbeat(identity, self.sessions[identity].seen, gap=False)
+
+    def _flush(self) -> None:
+        for identity in self._dirty:
+            client = self._clients[identity]
+            while (frames := client.next_frames(time.monotonic())) is not None and self._send(identity, frames):
+                client.advance()
+        self._dirty.clear()
+
+    def _send(self, identity: bytes, frames: Frames) -> bool:
+        """Whether the message was taken; if not, the client's next Ping tries again."""
+        try:
+            self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        return True

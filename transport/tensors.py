@@ -1,0 +1,60 @@
+"""Tensors on the wire: names of dtypes, and numpy arrays to and from `TensorFrame`. Knows no torch.
+
+numpy has no bfloat16 and no float8: such tensors appear as unsigned integers of the same width that hold the bits, and
+the layer that knows torch views them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wavecore.transport.errors import ProtocolError
+from wavecore.transport.messages import TensorFrame
+
+MAX_DIMS = 8
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    **{name: np.dtype(name).newbyteorder("<") for name in ("float64", "float32", "float16")},
+    **{name: np.dtype(name).newbyteorder("<") for name in ("int64", "int32", "int16", "int8")},
+    **{name: np.dtype(name).newbyteorder("<") for name in ("uint64", "uint32", "uint16", "uint8")},
+    "bfloat16": np.dtype("<u2"),
+    "float8_e4m3fn": np.dtype("u1"),
+    "float8_e5m2": np.dtype("u1"),
+}
+
+
+def from_numpy(array: npt.NDArray[Any], dtype: str | None = None) -> TensorFrame:
+    """A frame over the array's memory; copies only what is strided or big-endian.
+
+    The array must not be written to afterwards: the bytes leave later, without a copy.
+
+    Args:
+        dtype: a name from `DTYPES` when the array holds bits of a type that numpy lacks (uint16 for "bfloat16").
+
+    Raises:
+        ProtocolError: a dtype that does not travel, or more than 8 dimensions.
+    """
+    name = dtype or array.dtype.name
+    wire = DTYPES.get(name)
+    if wire is None or wire.itemsize != array.dtype.itemsize:
+        raise ProtocolError(f"a tensor of {array.dtype} cannot travel as {name!r}; known: {', '.join(DTYPES)}")
+    if array.ndim > MAX_DIMS:
+        raise ProtocolError(f"a tensor of {array.ndim} dimensions cannot travel, {MAX_DIMS} at most: reshape it")
+    contiguous = np.require(array.astype(array.dtype.newbyteorder("<"), copy=False), requirements="C")
+    return TensorFrame(name, array.shape, contiguous.reshape(-1).view(np.uint8).data)
+
+
+def to_numpy(frame: TensorFrame) -> npt.NDArray[Any]:
+    """A read-only array over the frame's memory, without a copy."""
+    array = np.frombuffer(frame.buffer, dtype=DTYPES[frame.dtype]).reshape(frame.shape)
+    array.flags.writeable = False
+    return array
+
+
+def byte_length(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor; `dtype` must be known."""
+    return math.prod(shape) * DTYPES[dtype].itemsize

@@ -24,7 +24,7 @@ from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
 from wavecore.transport.version import VERSION
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("wavecore.engine_core")
 
 
 def main() -> int:

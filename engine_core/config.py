@@ -8,9 +8,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, Self
+from types import UnionType
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from wavecore.transport.errors import ConfigError, NotSupportedError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Policy = Literal["fcfs", "priority", "hybrid"]
+# Above these an engine would only die later, of memory
+MOST = {
+    "max_model_len": 1 << 24,
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 22,
+    "max_num_queued_reqs": 1 << 24,
+    "block_size": 1 << 16,
+    "num_gpu_blocks_override": (1 << 31) - 1,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +73,7 @@ class EngineConfig:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     served_model_name: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     device: str = "auto"
     seed: int | None = None
     max_model_len: int | None = None
@@ -74,7 +87,7 @@ class EngineConfig:
     swap_space_gib: float = 0.0
     enable_prefix_caching: bool = True
     watermark: float = 0.01
-    scheduling_policy: Literal["fcfs", "priority", "hybrid"] = "fcfs"
+    scheduling_policy: Policy = "fcfs"
     ageing_seconds: float = 10.0
     async_scheduling: bool = True
     enforce_eager: bool = False
@@ -94,6 +107,12 @@ class EngineConfig:
     data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            if not _is_a(getattr(self, name), kind):
+                raise ConfigError(f"{name} must be {_in_words(kind)}, not {getattr(self, name)!r:.60}")
+        for name, most in MOST.items():
+            if (getattr(self, name) or 0) > most:
+                raise ConfigError(f"{name} must be at most {most}, not {getattr(self, name)}")
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
                 raise NotSupportedError(f"{name}={getattr(self, name)}: only 1 is supported in this version")
@@ -139,3 +158,28 @@ class EngineConfig:
         if unknown:
             raise ConfigError(f"unknown settings: {', '.join(unknown)}")
         return cls(**values)
+
+
+_KINDS = get_type_hints(EngineConfig)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value fits a field's annotation; a whole number is a float too, a bool is neither."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(_is_a(value, part) for part in get_args(kind))
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(isinstance(part, str) for pair in value.items() for part in pair)
+    if kind is float:
+        return type(value) in (float, int)
+    return type(value) is kind
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if isinstance(kind, UnionType):
+        return " or ".join(_in_words(part) for part in get_args(kind))
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return words.get(kind, "a mapping of texts")

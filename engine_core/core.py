@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from wavecore.engine_core import integrity, reports
+from wavecore.engine_core import integrity, outputs, reports
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.lifecycle import Lifecycle
 from wavecore.engine_core.plan import OutOfMemory, PendingStep, RequestFault, Runner, StepResult
@@ -59,6 +59,7 @@ class EngineCore:
             "memory_stats": lambda: reports.memory_stats(self.life, self.runner.memory_stats()),
             "stats": self.stats.report,
             "export_trace": self.stats.trace.chrome,
+            "attention_map": self.attention_map,
         }
 
     # --- requests -------------------------------------------------------------------------------------------------
@@ -71,12 +72,19 @@ class EngineCore:
             ValidationError: a value is out of bounds.
         """
         request = Request.from_add(add, self.runner.info, self.config)
-        self._check_room(request.params.n)
+        self._check_room(request)
         self._admitted_reqs += request.params.n
         self._admitted_bytes += request.nbytes
         return request
 
-    def _check_room(self, n: int) -> None:
+    def _check_room(self, request: Request) -> None:
+        n = request.params.n
+        if n > self.config.max_num_queued_reqs:
+            raise ValidationError("n", f"{n} is above max_num_queued_reqs {self.config.max_num_queued_reqs}")
+        if request.nbytes > self.config.max_num_queued_bytes:
+            raise ValidationError(
+                "prompt", f"{request.nbytes} bytes, more than max_num_queued_bytes {self.config.max_num_queued_bytes}"
+            )
         if self.draining:
             raise Overloaded("the engine is shutting down and takes no new requests; try another one")
         reqs = self._admitted_reqs - self.life.queued_out_reqs
@@ -86,7 +94,7 @@ class EngineCore:
                 f"{reqs} requests wait already, limit max_num_queued_reqs {self.config.max_num_queued_reqs}; "
                 "try again later"
             )
-        if size >= self.config.max_num_queued_bytes:
+        if size + request.nbytes > self.config.max_num_queued_bytes:
             raise Overloaded(
                 f"{size} bytes of prompts wait already, limit max_num_queued_bytes "
                 f"{self.config.max_num_queued_bytes}; try again later"
@@ -133,10 +141,10 @@ class EngineCore:
         executed = time.perf_counter()
         if done is not None:
             update(self.life, *done)
-        outputs = self.life.outputs.take(self.life.clients)
+        handed_out = self.life.outputs.take(self.life.clients)
         size = (scheduled.plan.num_rows, scheduled.plan.num_tokens) if scheduled is not None else (0, 0)
         self.stats.turn((start, planned, dispatched, executed, time.perf_counter()), *size)
-        return outputs, launched
+        return handed_out, launched
 
     def dispatch(self, scheduled: Scheduled | None) -> bool:
         """Launch the plan, if there is one. Lockstep data parallelism agrees on the step's shape here first."""
@@ -212,7 +220,8 @@ class EngineCore:
             inspect.signature(function).bind(**args)
         except TypeError as error:
             raise ValidationError("args", f"{method}: {error}") from None
-        return function(**args), []
+        result = function(**args)
+        return (None, [result]) if isinstance(result, TensorFrame) else (result, [])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, for instance after a change of weights."""
@@ -226,7 +235,13 @@ class EngineCore:
 
     def debug_requests(self, limit: int = 1000) -> list[dict[str, Any]]:
         """State, age and reason for waiting of each request, running ones first."""
+        if type(limit) is not int or limit < 0:
+            raise ValidationError("limit", f"must be a whole number from 0, not {limit!r:.80}")
         return reports.debug_requests(self.life, self.scheduler.blocked, limit)
+
+    def attention_map(self, prompt: list[int], layer: int, head: int) -> TensorFrame:
+        """Attention weights float32 [n, n] of one head over a prompt, computed aside from all requests."""
+        return outputs.frame("float32", self.runner.attention_map(prompt, layer, head))
 
     def shutdown(self) -> None:
         self.in_flight.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from wavecore.engine_core.config import EngineConfig
@@ -21,6 +22,12 @@ def make_runner(config: EngineConfig, progress: Callable[[str, float], None]) ->
         from wavecore.engine_core.scripted import ScriptedRunner
 
         return ScriptedRunner(config, progress)
+    from wavecore.engine_core.model_source import open_model
+
+    # OpenMP reads this when torch is first imported. A worker thread that spins while it waits takes the core that the
+    # frontend needs: on two busy cores steps then took five to ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    source = open_model(config.model, progress)  # what is wrong with the files shows before torch is imported
     from wavecore.engine_core.loader import load_runner
 
-    return load_runner(config, progress)
+    return load_runner(config, source, progress)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from wavecore.transport.errors import ModelError, NotSupportedError
 
@@ -57,6 +58,10 @@ class GgufFile:
         rows = math.prod(tensor.shape[:-1])
         data = np.memmap(self.path, np.uint8, "r", tensor.offset, (tensor.size,))
         return data.view(np.ndarray).reshape(rows, tensor.size // rows)  # slices of a memmap itself are slow
+
+    def floats(self, tensor: GgufTensor) -> npt.NDArray[np.float32]:
+        """The tensor dequantised, of its own shape, in memory of its own (float32 values are a view of the file)."""
+        return np.array(dequantize(self.raw(tensor), tensor.kind), np.float32).reshape(tensor.shape)
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -65,12 +65,14 @@ class KVCacheManager:
         self.events = KVEvents()
         self.swap_pays = True  # copying a block out and back costs less than computing it again
         self.queries = self.hits = 0  # prompt tokens looked up, and found
-        self._registered: set[int] = set()  # by rows of the plan in the making: not yet written when copies run
+        self._unwritten: set[int] = (
+            set()
+        )  # blocks that no copy of the plan in the making may read: filled by its rows or copies
 
     def take_events(self) -> KVEvents:
         """The events of the plan that is now complete."""
         events, self.events = self.events, KVEvents()
-        self._registered.clear()
+        self._unwritten.clear()
         return events
 
     def settle(self, events: KVEvents) -> None:
@@ -106,6 +108,7 @@ class KVCacheManager:
             self.host.release(reversed(request.host_blocks))
             request.host_blocks, request.swapped = [], 0
         elif source is None:
+            request.stale = False
             self.queries += len(request.tokens)
             self.hits += prefix.tokens
         request.blocks = blocks
@@ -145,11 +148,13 @@ class KVCacheManager:
 
     def register(self, request: Request, num_tokens: int) -> None:
         """Let others find the full blocks among the first `num_tokens`; their hashes must be in `request.hashes`."""
-        if not self.prefix_caching:
+        if not self.prefix_caching or request.stale:
             return
-        for i in range(num_tokens // self.block_size):
+        for i in reversed(range(num_tokens // self.block_size)):
+            if self.device.hash_of(request.blocks[i]) is not None:
+                break  # it and all before it were registered by an earlier chunk, or found
             if self.device.register(request.blocks[i], request.hashes[i]):
-                self._registered.add(request.blocks[i])
+                self._unwritten.add(request.blocks[i])
 
     def register_next(self, request: Request, tokens: block_hash.Tokens, next_cache: int) -> int:
         """Same for a running request whose block up to `next_cache` is computed; returns the next such length."""
@@ -195,7 +200,7 @@ class KVCacheManager:
             # All of it is there. The last token must run to give logits, and would write into a shared block.
             last = shared.pop()
             found -= self.block_size
-            if last not in self._registered:
+            if last not in self._unwritten:
                 sources.append((self.device, last))
                 found += self.block_size - 1
         elif found == len(request.tokens):
@@ -206,8 +211,12 @@ class KVCacheManager:
         """Share the prompt's blocks; the one that holds its last token is copied, since both will write there."""
         tokens = len(request.tokens) - 1
         full = tokens // self.block_size
-        sources = [(self.device, source.blocks[full])] if tokens % self.block_size else []
-        return _Prefix(source.blocks[:full], sources, tokens)
+        if tokens % self.block_size == 0:
+            return _Prefix(source.blocks[:full], [], tokens)
+        last = source.blocks[full]
+        if last in self._unwritten:
+            return _Prefix(source.blocks[:full], [], full * self.block_size)
+        return _Prefix(source.blocks[:full], [(self.device, last)], tokens)
 
     def _claim(self, prefix: _Prefix, total: int, reserve: int) -> list[int] | None:
         fresh = total - len(prefix.shared)
@@ -226,6 +235,7 @@ class KVCacheManager:
                 self.events.swap_in.append((_host_id(block), blocks[-1]))
             else:
                 self.events.copies.append((block, blocks[-1]))
+                self._unwritten.add(blocks[-1])  # all copies of a plan run at once
         blocks += [self._allocate() for _ in range(total - len(blocks))]
         return blocks
 

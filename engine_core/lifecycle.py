@@ -24,7 +24,7 @@ from wavecore.engine_core.policy import WaitingQueue, make_policy
 from wavecore.engine_core.request import Request, State
 from wavecore.engine_core.slots import NEVER, Slots
 from wavecore.engine_core.timing_wheel import TimingWheel
-from wavecore.transport.errors import RequestTimeout, WavecoreError
+from wavecore.transport.errors import RequestTimeout, ValidationError, WavecoreError
 from wavecore.transport.messages import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -83,10 +83,12 @@ class Lifecycle:
 
     def add(self, request: Request) -> None:
         """Queue a request; its further choices wait for its prompt. The same handle twice is one request."""
-        mine = self.by_client.setdefault(request.client, {})
-        if request.handle in mine:
-            self._leaves_queue(request)
+        mine = self.by_client.get(request.client, {})
+        handles = range(request.handle, request.handle + request.params.n)
+        if any(handle in mine for handle in handles):
+            self._refuse_twin(request, [handle for handle in handles if handle not in mine])
             return
+        mine = self.by_client.setdefault(request.client, {})
         request.arrival = self.clock()
         for choice in request.choices():
             choice.major = self.policy.major(choice.priority, request.arrival)
@@ -99,6 +101,14 @@ class Lifecycle:
         if request.client not in self._number_of:
             self._number_of[request.client] = self._new_number(request.client)
         self.waiting.push(request)
+
+    def _refuse_twin(self, request: Request, unknown: list[int]) -> None:
+        """It came twice, or it claims handles of others: those live on, the ones that are new end at once."""
+        self._leaves_queue(request)
+        message = f"{request.handle} with n={request.params.n} overlaps a request that is still running"
+        error = ValidationError("handle", message)
+        for handle in unknown:
+            self.outputs.end(request.client, handle, FinishReason.ERROR, _words(error))
 
     def _new_number(self, client: bytes) -> int:
         if self._free_numbers:
@@ -139,12 +149,13 @@ class Lifecycle:
         size = self.kv.block_size
         slot = s.take(request, self._number_of[request.client], computed, len(request.blocks) * size)
         first_output_block = (len(request.tokens) // size + 1) * size
-        s.next_cache[slot] = first_output_block if self.kv.prefix_caching else NEVER
+        s.next_cache[slot] = first_output_block if self.kv.prefix_caching and not request.stale else NEVER
         self.kv.events.table.append((slot, 0, list(request.blocks)))
         if not request.started:
             request.cached_tokens = 0 if source else computed
             self._leaves_queue(request)
-            self.stop_timer(request, "queue_timeout")
+            for choice in (request, *request.forks):  # the request has started, though a fork runs a little later
+                self.stop_timer(choice, "queue_timeout")
         self._start_timer(request, "holding", self.max_holding)
         request.source = None
         request.state = State.RUNNING
@@ -161,7 +172,7 @@ class Lifecycle:
     def _may_share(self, fork: Request) -> bool:
         """Its source still holds the prompt's blocks, and earlier plans compute all of them."""
         source = fork.source
-        if source is None or fork.started or source.state is not State.RUNNING:
+        if source is None or fork.started or source.stale or source.state is not State.RUNNING:
             return False
         return bool(self.slots.computed[source.slot] >= len(fork.tokens))
 
@@ -211,8 +222,7 @@ class Lifecycle:
     def end(self, request: Request, finish: FinishReason, error: WavecoreError | None = None) -> None:
         """End a request in any state and tell its client."""
         self.close(request)
-        extras = {} if error is None else {"code": error.code, "message": str(error)}
-        self.outputs.end(request.client, request.handle, finish, extras)
+        self.outputs.end(request.client, request.handle, finish, {} if error is None else _words(error))
 
     def close(self, request: Request) -> None:
         """Give back all that it holds. Its steps in flight run on and are ignored."""
@@ -277,6 +287,7 @@ class Lifecycle:
         self.kv.reset()
         self.slots.next_cache[:] = NEVER
         for request in self.all():
+            request.stale = bool(request.blocks)
             if request.host_blocks:
                 self.kv.free(request)  # swapped out: computed again
 
@@ -289,7 +300,10 @@ class Lifecycle:
         s.in_flight[:] = 0
         taken = [slot for slot, request in enumerate(s.requests) if request is not None]
         for slot in taken:
-            s.length[slot] = s.known[slot]
             if s.at(slot).state is State.RUNNING:
                 self.preempt(slot, cause, may_swap=False)
         self.settle(taken)
+
+
+def _words(error: WavecoreError) -> dict[str, str]:
+    return {"code": error.code, "message": str(error)}

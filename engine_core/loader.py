@@ -1,59 +1,73 @@
-"""From settings to a runner: find the files, read the spec, load the weights, size the KV cache. Imports torch."""
+"""From settings and a model's files to a runner: load the weights, size the KV cache. Imports torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
+
 import torch
 
-from wavecore.engine_core import families, gguf_weights, model_files, weights
 from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.gguf_file import read_gguf
+from wavecore.engine_core.gguf_weights import load_gguf
 from wavecore.engine_core.kv_manager import choose_block_size
+from wavecore.engine_core.memory import allocate_kv
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.model_files import Progress
+from wavecore.engine_core.model_source import ModelSource
 from wavecore.engine_core.model_spec import ModelSpec
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.runner import ModelRunner
+from wavecore.engine_core.weights import load_folder
+from wavecore.kernels import ops
 from wavecore.transport.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_runner(config: EngineConfig, progress: Progress) -> ModelRunner:
-    """Load the model that the settings name.
+def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -> ModelRunner:
+    """Load the weights and allocate the KV cache.
 
     Raises:
-        ModelError, NotSupportedError: the model's files.
+        ModelError: the model's files.
         ConfigError: a setting that this model or device cannot have.
     """
-    path = model_files.resolve_model(config.model, progress)
-    device = _device(config.device)
+    _register_ops(config.custom_ops or {})
+    device, spec = _device(config.device), source.spec
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dtype, length = _dtype(config, spec, device), _max_model_len(config, spec)
     progress("load", 0.0)
-    if path.is_file():
-        file = read_gguf(path)
-        spec, eos = gguf_weights.from_gguf(file), gguf_weights.eos_token_ids(file)
-        dtype = _dtype(config, spec, device)
-        parameters = gguf_weights.load_gguf(file, spec, dtype, device, progress)
+    if source.gguf is not None:
+        parameters = load_gguf(source.gguf, spec, dtype, device, progress)
     else:
-        raw = model_files.read_config(path)
-        spec, eos = families.from_config(raw, path / "config.json"), model_files.eos_token_ids(path, raw)
-        dtype = _dtype(config, spec, device)
-        parameters = weights.load_folder(path, spec, dtype, device, progress)
-    length = _max_model_len(config, spec)
-    block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
+        parameters = load_folder(source.path, spec, dtype, device, progress)
     info = RunnerInfo(
-        num_blocks=_num_blocks(config, spec, dtype, block_size, length),
-        num_host_blocks=int(config.swap_space_gib * (1 << 30)) // _block_bytes(spec, dtype, block_size),
-        block_size=block_size,
+        num_blocks=0,
+        num_host_blocks=0,
+        block_size=config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize),
         max_model_len=length,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        eos_token_ids=tuple(i for i in eos if i < spec.vocab_size),
+        eos_token_ids=source.eos_token_ids,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        model_path=str(path),
+        model_path=str(source.path),
     )
+    model = Decoder(spec, parameters, length)
+    runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens)
     progress("kv_cache", 0.0)
-    return ModelRunner(Decoder(spec, parameters, length), info, config.max_num_seqs, config.max_num_batched_tokens)
+    allocate_kv(runner, config)
+    return runner
+
+
+def _register_ops(custom_ops: Mapping[str, str]) -> None:
+    """Replace kernels by the user's functions, given as "module:function"."""
+    for name, target in custom_ops.items():
+        module, _, function = target.partition(":")
+        try:
+            ops.register_op(name, getattr(import_module(module), function))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"custom_ops {name}={target!r}: {error}") from error
 
 
 def _device(name: str) -> torch.device:
@@ -84,20 +98,3 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     if length > spec.max_model_len:
         raise ConfigError(f"max_model_len {length} is above the {spec.max_model_len} positions that the model knows")
     return length
-
-
-def _block_bytes(spec: ModelSpec, dtype: torch.dtype, block_size: int) -> int:
-    return spec.kv_values_per_token * dtype.itemsize * block_size
-
-
-def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, block_size: int, length: int) -> int:
-    """Blocks of the KV cache, the null block included: as many as fit, but no more than all slots could use."""
-    if config.num_gpu_blocks_override:
-        return config.num_gpu_blocks_override
-    fit = int(config.kv_cache_memory_gib * (1 << 30)) // _block_bytes(spec, dtype, block_size)
-    if fit < 2:
-        raise ConfigError(
-            f"kv_cache_memory_gib {config.kv_cache_memory_gib} holds {fit} blocks of {block_size} tokens; raise it "
-            "or lower block_size"
-        )
-    return min(fit, config.max_num_seqs * -(-length // block_size) + 1)

@@ -10,8 +10,8 @@ The residual r is added inside the norm, so a layer has two fused norms, four ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from wavecore.engine_core.rope import cos_sin_table
 from wavecore.engine_core.weights import Parameters
 from wavecore.kernels import ops
 from wavecore.kernels.batch import Batch
+from wavecore.parallel.layers import linear
 
 Observer = Callable[[int, Tensor], None]
 
@@ -69,6 +70,12 @@ class Decoder:
         # Rounded to the weights' dtype, as transformers does: in bfloat16 the factor itself is rounded.
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=self.embedding.dtype).item()
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Every weight and table; a tied one comes twice."""
+        yield from (self.embedding, self.norm, self.lm_head, *self.tables)
+        for layer in self.layers:
+            yield from (getattr(layer, f.name) for f in fields(layer) if getattr(layer, f.name) is not None)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int32 to [T, hidden]."""
         x = F.embedding(token_ids, self.embedding)
@@ -90,7 +97,7 @@ class Decoder:
         residual: Tensor | None = None
         for i, layer in enumerate(self.layers):
             x, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps, offset)
-            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+            qkv = linear(x, layer.qkv, layer.qkv_bias)
             table = self.tables[spec.rope_of_layer[i]]
             q = ops.qk_norm_rope_kv_write(
                 qkv, layer.q_norm, layer.k_norm, eps, table, batch, pages, i, spec.num_heads, spec.num_kv_heads, offset
@@ -98,11 +105,11 @@ class Decoder:
             if observe is not None:
                 observe(i, q)
             x = ops.paged_attention(q, pages, i, batch, spec.scale, spec.attn_soft_cap, spec.windows[i])
-            x = F.linear(x, layer.o, layer.o_bias)
+            x = linear(x, layer.o, layer.o_bias)
             if layer.post_attn_norm is not None:
                 x, _ = ops.add_rms_norm(x, None, layer.post_attn_norm, eps, offset)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps, offset)
-            x = F.linear(activation(F.linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+            x = linear(activation(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
             if layer.post_mlp_norm is not None:
                 x, _ = ops.add_rms_norm(x, None, layer.post_mlp_norm, eps, offset)
         assert residual is not None
@@ -114,6 +121,6 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] from `final` to [n, vocab]."""
-        logits = F.linear(hidden, self.lm_head)
+        logits = linear(hidden, self.lm_head)
         cap = self.spec.final_soft_cap
         return torch.tanh(logits / cap) * cap if cap else logits

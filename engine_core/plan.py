@@ -161,7 +161,15 @@ class Runner(Protocol):
         """Start a step; return without waiting for the device."""
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes by use: weights, kv_cache, ..."""
+        """Bytes by use: weights_bytes, kv_cache_bytes, ..."""
+
+    def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:
+        """Attention weights float32 [n, n] of one head, computed beside the KV cache.
+
+        Raises:
+            ValidationError: layer, head or a token id out of range.
+            NotSupportedError: this runner has no attention.
+        """
 
     def shutdown(self) -> None: ...
 

@@ -66,5 +66,5 @@ def memory_stats(life: Lifecycle, runner: dict[str, int]) -> dict[str, Any]:
         "host_blocks_in_use": host.usable - host.num_free,
         "host_blocks_cached": host.num_cached,
         "process_bytes": psutil.Process().memory_info().rss,
-        **{f"{name}_bytes": size for name, size in runner.items()},
+        **runner,
     }

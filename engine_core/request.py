@@ -21,7 +21,7 @@ import numpy.typing as npt
 from wavecore.engine_core import block_hash
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.plan import RowLogprobs, RunnerInfo
-from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.sampling_params import MAX_PRIORITY, MAX_SALT, MAX_SECONDS, SamplingParams
 from wavecore.engine_core.timing_wheel import Timer
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.messages import Add, TensorFrame
@@ -29,9 +29,6 @@ from wavecore.transport.messages import Add, TensorFrame
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 
-MAX_PRIORITY = 1 << 20
-MAX_SALT = 256
-MAX_SECONDS = 7 * 86400.0
 OPTIONS = frozenset({"priority", "cache_salt", "timeout", "queue_timeout", "first_token_timeout", "pooling", "emitted"})
 
 
@@ -59,6 +56,7 @@ class Request:
         started, reported: it held a slot once; its first output went out.
         major, minor: the policy's key; smaller goes first.
         blocks: device block table. host_blocks: host copies while swapped out, `swapped` tokens of it.
+        stale: its blocks hold content from before a reset of the prefix cache: nobody may share them.
         forks: further choices that wait to share this one's prompt blocks; source: where a fork shares from.
     """
 
@@ -91,6 +89,7 @@ class Request:
     host_blocks: list[int] = field(default_factory=list)
     swapped: int = 0
     cached_tokens: int = 0
+    stale: bool = False
     preemptions: int = 0
     forks: list[Request] = field(default_factory=list)
     source: Request | None = None
@@ -116,6 +115,8 @@ class Request:
 
     def choices(self) -> list[Request]:
         """This request and its further choices, which wait in `forks`. Prompt logprobs come once, with choice 0."""
+        if self.params.n == 1:
+            return [self]
         params = replace(self.params, prompt_logprobs=None)
         self.forks = [
             replace(self, handle=self.handle + i, choice=i, params=params, hashes=list(self.hashes), forks=[])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wavecore.engine_core.model import Decoder
-from wavecore.engine_core.plan import F32, RowLogprobs
+from wavecore.engine_core.plan import RowLogprobs
 from wavecore.engine_core.slot_state import POOLING, SlotState, StepShape
 
 CHUNK = 128  # prompt positions whose logits over the vocabulary exist at once
@@ -105,11 +105,6 @@ def pool(model: Decoder, x: Tensor, residual: Tensor, shape: StepShape, state: S
 def to_row_logprobs(triple: tuple[Tensor, Tensor, Tensor]) -> RowLogprobs:
     ids, values, ranks = triple
     return RowLogprobs(ids.numpy(), values.numpy(), ranks.numpy())
-
-
-def pooled_vector(vector: Tensor) -> F32:
-    array: F32 = vector.numpy()
-    return array
 
 
 def _report(logprobs: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,88 +1,124 @@
 """Runs step plans on one device: slot state, one packed copy in, the model, sampling, one copy out.
 
-On a CPU `launch` only notes the plan and `wait` computes it, so that two steps in flight delay no token.
+On CUDA `launch` queues the step's work and returns; `wait` waits for an event behind the copy of its tokens. On a CPU
+`launch` only notes the plan and `wait` computes it, so that two steps in flight delay no token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from wavecore.engine_core import debug
 from wavecore.engine_core.model import Decoder
-from wavecore.engine_core.plan import I32, PendingStep, RunnerInfo, StepPlan, StepResult
-from wavecore.engine_core.row_extras import (
-    Extras,
-    LogprobRows,
-    pool,
-    pooled_vector,
-    prompt_logprobs,
-    to_row_logprobs,
-)
+from wavecore.engine_core.plan import F32, I32, OutOfMemory, PendingStep, RunnerInfo, StepPlan, StepResult
+from wavecore.engine_core.row_extras import Extras, LogprobRows, pool, prompt_logprobs, to_row_logprobs
 from wavecore.engine_core.slot_state import SlotState, StepShape
+from wavecore.engine_core.step_copies import CopyIn, fetch, tensor_of
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers, StepRows
 
+Forward = tuple[Tensor, Extras]
+
 
 class ModelRunner:
-    """The runner of one device.
+    """The runner of one device. Begins with no KV cache; `allocate` gives it one.
 
     Args:
         model: on its device.
-        info: what the loader resolved.
+        info: what the loader resolved so far.
         max_num_seqs, max_num_batched_tokens: bounds of a plan.
     """
 
     def __init__(self, model: Decoder, info: RunnerInfo, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        spec = model.spec
         self.info = info
         self.model = model
         self.device = model.embedding.device
-        page = (spec.num_layers, 2, spec.num_kv_heads, info.block_size, spec.head_dim)
-        dtype = model.embedding.dtype
-        self.pages = _zeros((info.num_blocks, *page), dtype, self.device)
-        self.host_pages = _zeros((info.num_host_blocks, *page), dtype, torch.device("cpu"))
         self.state = SlotState(
             max_num_seqs, info.max_model_len, info.block_size, info.vocab_size, info.eos_token_ids, self.device
         )
         self.buffers = BatchBuffers.allocate(max_num_batched_tokens, max_num_seqs, self.state.max_blocks, self.device)
+        self.copy_in = CopyIn(self.device)
+        self.pages = self.host_pages = torch.empty(0)
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """(Re)allocate the KV cache: blocks on the device, and pinned ones on the host to swap to."""
+        spec, dtype = self.model.spec, self.model.embedding.dtype
+        page = (spec.num_layers, 2, spec.num_kv_heads, self.info.block_size, spec.head_dim)
+        self.pages = torch.empty(0)  # the old one goes before the new one comes
+        self.pages = _zeros((num_blocks, *page), dtype, self.device)
+        self.host_pages = torch.zeros((num_host_blocks, *page), dtype=dtype, pin_memory=self.device.type == "cuda")
+        self.info = replace(self.info, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+        if num_host_blocks:
+            self.info = replace(self.info, swap_block_seconds=self._time_swap())
+
+    @property
+    def block_bytes(self) -> int:
+        return self.model.spec.kv_values_per_token * self.info.block_size * self.model.embedding.dtype.itemsize
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        return _Deferred(lambda: self.execute(plan))
+        """Raises OutOfMemory where the device cannot hold the step."""
+        if self.device.type == "cpu":
+            return _Deferred(lambda: self.start(plan).wait())
+        return self.start(plan)
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> PendingStep:
+        """Apply the plan's events in their order, run its rows, and begin to fetch what they produce."""
+        with _out_of_memory(plan):
+            self._move_blocks(plan)
+            shape = StepShape.of(plan)
+            self.state.admit(plan.admitted)
+            packed = self.state.pack(plan, shape)
+            views = packed.split(self.copy_in(packed.values))
+            self.state.update(plan, views)
+            if not len(shape.slots):
+                return _Launched(shape, torch.zeros((2, 0), dtype=torch.int32), Extras(), None)
+            outcome, extras = self._forward(shape, views)
+            return _Launched.fetching(shape, outcome, extras)
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes by use."""
+        weights = {t.data_ptr(): t.nbytes for t in self.model.tensors()}
+        stats = {
+            "weights_bytes": sum(weights.values()),
+            "kv_cache_bytes": self.pages.nbytes,
+            "host_kv_cache_bytes": self.host_pages.nbytes,
+        }
+        if self.device.type == "cuda":
+            stats["allocated_bytes"] = torch.cuda.memory_allocated(self.device)
+            stats["reserved_bytes"] = torch.cuda.memory_reserved(self.device)
+        return stats
+
+    @torch.inference_mode()
+    def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:
+        """Attention weights [n, n] of one head over a prompt, computed apart from all running requests.
+
+        Raises:
+            ValidationError: no such layer, head or token, or a prompt too long to show.
+        """
+        return debug.attention_map(self.model, self.info, prompt, layer, head)
 
     def shutdown(self) -> None:
         """Nothing runs between calls."""
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's events in their order, run its rows, and fetch what they produced."""
-        self._move_blocks(plan)
-        shape = StepShape.of(plan)
-        self.state.admit(plan.admitted)
-        packed = self.state.pack(plan, shape)
-        views = packed.split(torch.from_numpy(packed.values))
-        self.state.update(plan, views)
-        if not len(shape.slots):
-            return StepResult(np.zeros(0, np.int32), np.zeros(0, np.uint8))
-        tokens, faults, extras = self._forward(shape, views)
-        return _to_result(shape, tokens, faults, extras)
-
     def _move_blocks(self, plan: StepPlan) -> None:
-        for pairs, source, target in (
-            (plan.swap_out, self.pages, self.host_pages),
-            (plan.swap_in, self.host_pages, self.pages),
-        ):
-            if len(pairs):
-                index = torch.from_numpy(pairs.astype(np.int64))
-                target[index[:, 1].to(target.device)] = source[index[:, 0].to(source.device)].to(target.device)
+        """Whole pages, all layers at once: one copy each, in the order out, in, copies."""
+        for block, host_block in plan.swap_out.tolist():
+            self.host_pages[host_block].copy_(self.pages[block], non_blocking=True)
+        for host_block, block in plan.swap_in.tolist():
+            self.pages[block].copy_(self.host_pages[host_block], non_blocking=True)
         if len(plan.copies):
-            ops.copy_blocks(self.pages, torch.from_numpy(plan.copies.astype(np.int64)).to(self.device))
+            ops.copy_blocks(self.pages, tensor_of(plan.copies, self.device))
 
-    def _forward(self, shape: StepShape, views: list[Tensor]) -> tuple[Tensor, Tensor, Extras]:
-        """Tokens int32 [R] and faults uint8 [R] in device row order, and the extras by plan row."""
+    def _forward(self, shape: StepShape, views: list[Tensor]) -> Forward:
+        """Tokens and faults as int32 [2, R] in device row order, and the extras by plan row."""
         state, model = self.state, self.model
         slots, starts, query_start, sample_slots, positions = views[:5]
         rows = StepRows(
@@ -96,43 +132,34 @@ class ModelRunner:
             max_seq_len=int((shape.starts + shape.query_lens).max()),
             bucket_tokens=shape.num_tokens,
         )
-        batch = ops.prepare_batch(rows, state.token_table, state.block_table, self.info.block_size, self.buffers)
-        x = model.embed(batch.token_ids)
-        if state.embeds:
-            self._insert_embeds(x, shape)
-        x, residual = model.forward(x, batch, self.pages)
+        with _range(self.device, "forward"):
+            batch = ops.prepare_batch(rows, state.token_table, state.block_table, self.info.block_size, self.buffers)
+            x = model.embed(batch.token_ids)
+            if state.embeds:
+                state.insert_embeds(x, shape)
+            x, residual = model.forward(x, batch, self.pages)
         extras = Extras()
         prompt_logprobs(model, x, residual, shape, state, extras)
         pool(model, x, residual, shape, state, extras)
         if not shape.samples.any():  # nothing but parts of prompts
-            nothing = torch.full((len(shape.slots),), -1, dtype=torch.int32)
-            return nothing, torch.zeros(len(shape.slots), dtype=torch.uint8), extras
-        last = batch.sample_index
-        logits = model.logits(model.final(x[last], residual[last]))
-        logprobs = LogprobRows(logits, shape, state)
-        sampling = state.sampling.rows(sample_slots, positions, shape.slots[shape.samples])
-        tokens, faults = ops.sample(logits, sampling)
-        logprobs.finish(tokens, shape, extras)
-        return tokens, faults, extras
+            return torch.stack((torch.full_like(slots, -1), torch.zeros_like(slots))), extras
+        with _range(self.device, "sample"):
+            last = batch.sample_index
+            logits = model.logits(model.final(x[last], residual[last]))
+            logprobs = LogprobRows(logits, shape, state)
+            sampling = state.sampling.rows(sample_slots, positions, shape.slots[shape.samples])
+            tokens, faults = ops.sample(logits, sampling)
+            logprobs.finish(tokens, shape, extras)
+        return torch.stack((tokens, faults.int())), extras
 
-    def _insert_embeds(self, x: Tensor, shape: StepShape) -> None:
-        """Put given prompt embeddings in the place of the tokens'."""
-        at = 0
-        for slot, start, length in zip(
-            shape.slots.tolist(), shape.starts.tolist(), shape.query_lens.tolist(), strict=True
-        ):
-            given = self.state.embeds.get(slot)
-            if given is not None and start < len(given):
-                part = given[start : start + length]
-                x[at : at + len(part)] = part.to(x.dtype)
-            at += length
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU numpy's, whose memory the system hands out when it is first written, not all at once."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    def _time_swap(self, rounds: int = 3) -> float:
+        """Seconds to copy one block to the host: the best of a few, the first being slow."""
+        best = 1e9
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            self.host_pages[0].copy_(self.pages[0])
+            best = min(best, time.perf_counter() - begin)
+        return best
 
 
 @dataclass(slots=True)
@@ -145,19 +172,78 @@ class _Deferred:
         return self.run()
 
 
-def _to_result(shape: StepShape, tokens: Tensor, faults: Tensor, extras: Extras) -> StepResult:
-    """Back to the plan's row order, as numpy."""
-    plan_tokens: I32 = np.empty(len(shape.order), np.int32)
-    plan_faults = np.empty(len(shape.order), np.uint8)
-    plan_tokens[shape.order] = tokens.numpy()
-    plan_faults[shape.order] = faults.numpy()
-    pooled = {row: pooled_vector(vector) for row, vector in extras.pooled.items()}
-    for row, vector in pooled.items():
-        plan_faults[row] |= not np.isfinite(vector).all()
-    return StepResult(
-        tokens=plan_tokens,
-        faults=plan_faults,
-        logprobs={row: to_row_logprobs(triple) for row, triple in extras.logprobs.items()},
-        prompt_logprobs={row: to_row_logprobs(triple) for row, triple in extras.prompt_logprobs.items()},
-        pooled=pooled,
-    )
+@dataclass(slots=True)
+class _Launched:
+    """A step whose tokens are on their way to the host.
+
+    Attributes:
+        outcome: int32 [2, R], tokens and faults in device row order.
+        event: recorded behind the copies; None where there are none.
+    """
+
+    shape: StepShape
+    outcome: Tensor
+    extras: Extras
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def fetching(cls, shape: StepShape, outcome: Tensor, extras: Extras) -> _Launched:
+        host, extras = fetch(outcome), extras.map(fetch)
+        event = None
+        if outcome.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return cls(shape, host, extras, event)
+
+    def wait(self) -> StepResult:
+        """The result in the plan's row order."""
+        if self.event is not None:
+            self.event.synchronize()
+        order, extras = self.shape.order, self.extras
+        tokens: I32 = np.empty(len(order), np.int32)
+        faults = np.empty(len(order), np.uint8)
+        tokens[order], faults[order] = self.outcome.numpy()
+        pooled = {row: np.array(vector.numpy(), np.float32) for row, vector in extras.pooled.items()}
+        for row, vector in pooled.items():
+            faults[row] |= not np.isfinite(vector).all()
+        return StepResult(
+            tokens=tokens,
+            faults=faults,
+            logprobs={row: to_row_logprobs(triple) for row, triple in extras.logprobs.items()},
+            prompt_logprobs={row: to_row_logprobs(triple) for row, triple in extras.prompt_logprobs.items()},
+            pooled=pooled,
+        )
+
+
+@contextmanager
+def _out_of_memory(plan: StepPlan) -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        # torch reports a CPU's failed allocation as a RuntimeError
+        if type(error) is RuntimeError and "allocate memory" not in str(error):
+            raise
+        line = (str(error).splitlines() or ["out of memory"])[0]
+        raise OutOfMemory(
+            f"a step of {plan.num_rows} rows and {plan.num_tokens} tokens does not fit: {line}"
+        ) from error
+
+
+@contextmanager
+def _range(device: torch.device, name: str) -> Iterator[None]:
+    """An NVTX range, for profilers."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU numpy's, whose memory the system hands out when it is first written, not all at once."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -7,12 +7,13 @@ the wire, so the same bounds hold twice. Bounds that need the model (vocabulary,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Self
 
-from wavecore.transport.errors import ValidationError
+from wavecore.engine_core.bounds import biases, entries, flag, real, strings, token_ids, whole
+from wavecore.transport.errors import NotSupportedError, ValidationError
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -23,6 +24,11 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 64
 MAX_TOKENS = 1 << 24
 SEED_LIMIT = 1 << 63
+MAX_ALLOWED = 1 << 20
+# Of a request's options, which travel beside these parameters
+MAX_PRIORITY = 1 << 20
+MAX_SECONDS = 7 * 86400.0
+MAX_SALT = 256  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,44 +84,33 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        put = object.__setattr__  # normalising a frozen value once, at birth
-        _whole("n", self.n, 1, MAX_N)
-        _real("temperature", self.temperature, 0.0, 100.0)
-        _whole("top_k", self.top_k, -1, (1 << 31) - 1)
-        _real("top_p", self.top_p, 0.0, 1.0)
+        self._put("n", whole("n", self.n, 1, MAX_N))
+        self._put("temperature", real("temperature", self.temperature, 0.0, 100.0))
+        self._put("top_k", whole("top_k", self.top_k, -1, (1 << 31) - 1))
+        self._put("top_p", real("top_p", self.top_p, 0.0, 1.0))
         if self.top_p == 0.0:
             raise ValidationError("top_p", "must be above 0; for greedy decoding set temperature=0")
-        _real("min_p", self.min_p, 0.0, 1.0)
+        self._put("min_p", real("min_p", self.min_p, 0.0, 1.0))
         if self.seed is not None:
-            _whole("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+            self._put("seed", whole("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1))
+        self._put("presence_penalty", real("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        self._put("frequency_penalty", real("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        self._put("repetition_penalty", real("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
         if self.logit_bias is not None:
-            put(self, "logit_bias", _bias(self.logit_bias))
-        if self.allowed_token_ids is not None:
-            ids = _token_ids("allowed_token_ids", self.allowed_token_ids, 1 << 20)
-            if not ids:
-                raise ValidationError("allowed_token_ids", "must not be empty; leave it out to allow all tokens")
-            put(self, "allowed_token_ids", ids)
-        put(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
-        if self.bad_words_token_ids is not None:
-            if len(self.bad_words_token_ids) > 2 * MAX_BAD_WORDS:
-                raise ValidationError("bad_words", f"at most {MAX_BAD_WORDS} entries")
-            words = tuple(_token_ids("bad_words", w, MAX_STOP_LENGTH) for w in self.bad_words_token_ids)
-            put(self, "bad_words_token_ids", words)
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        put(self, "stop", _strings("stop", stop, MAX_STOP_STRINGS))
-        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKENS))
-        _whole("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+            self._put("logit_bias", biases("logit_bias", self.logit_bias, MAX_LOGIT_BIAS))
+        self._check_words()
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        self._put("stop", strings("stop", () if stop is None else stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH))
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        self._put("stop_token_ids", token_ids("stop_token_ids", ids, MAX_STOP_TOKENS))
+        self._put("min_tokens", whole("min_tokens", self.min_tokens, 0, MAX_TOKENS))
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 0, MAX_TOKENS)
+            self._put("max_tokens", whole("max_tokens", self.max_tokens, 0, MAX_TOKENS))
             if self.min_tokens > self.max_tokens:
                 raise ValidationError("min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _whole(name, value, 0, MAX_LOGPROBS)
+            if getattr(self, name) is not None:
+                self._put(name, whole(name, getattr(self, name), 0, MAX_LOGPROBS))
         for name in (
             "include_stop_str_in_output",
             "ignore_eos",
@@ -123,18 +118,36 @@ class SamplingParams:
             "spaces_between_special_tokens",
             "detokenize",
         ):
-            if not isinstance(getattr(self, name), bool):
-                raise ValidationError(name, f"must be true or false, not {getattr(self, name)!r}")
+            flag(name, getattr(self, name))
+
+    def _check_words(self) -> None:
+        if self.allowed_token_ids is not None:
+            allowed = token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
+            if not allowed:
+                raise ValidationError("allowed_token_ids", "must not be empty; leave it out to allow all tokens")
+            self._put("allowed_token_ids", allowed)
+        bad = () if self.bad_words is None else self.bad_words
+        self._put("bad_words", strings("bad_words", bad, MAX_BAD_WORDS, MAX_STOP_LENGTH))
+        if self.bad_words_token_ids is not None:
+            listed = entries("bad_words", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
+            words = tuple([token_ids("bad_words", word, MAX_STOP_LENGTH) for word in listed])
+            self._put("bad_words_token_ids", words or None)
+            banned = {word[0] for word in words if len(word) == 1}
+            if self.allowed_token_ids and banned.issuperset(self.allowed_token_ids):
+                raise ValidationError("allowed_token_ids", "bad_words forbids every one of them")
+
+    def _put(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # past the check of all fields that an assignment from outside makes
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
     def check_model(self, vocab_size: int) -> None:
-        """Check every token id against the model.
+        """Check every token id and count of tokens against the model.
 
         Raises:
-            ValidationError: naming the field that holds an id outside [0, vocab_size).
+            ValidationError: naming the field that holds an id outside [0, vocab_size), or asks for more tokens.
         """
         groups: dict[str, Sequence[int]] = {
             "logit_bias": tuple(self.logit_bias or ()),
@@ -145,11 +158,16 @@ class SamplingParams:
         for name, ids in groups.items():
             if ids and max(ids) >= vocab_size:
                 raise ValidationError(name, f"token id {max(ids)} is outside the vocabulary of {vocab_size}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                raise ValidationError(name, f"{getattr(self, name)} is more than the vocabulary of {vocab_size}")
+
+    def clone(self) -> Self:
+        return replace(self)
 
     def to_wire(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain msgpack values."""
-        values = asdict(self)
-        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
+        return {name: value for name, default in _DEFAULTS if (value := getattr(self, name)) not in (default, ())}
 
     @classmethod
     def from_wire(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -158,9 +176,8 @@ class SamplingParams:
         Raises:
             ValidationError: on an unknown field or a value out of bounds.
         """
-        known = {f.name for f in fields(cls)}
         for name in values:
-            if name not in known:
+            if name not in _NAMES:
                 raise ValidationError(str(name)[:64], "is not a sampling parameter")
         try:
             return cls(**values)
@@ -170,45 +187,43 @@ class SamplingParams:
             raise ValidationError("sampling_params", f"malformed: {error}") from error
 
 
-def _whole(name: str, value: Any, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise ValidationError(name, f"must be a whole number from {low} to {high}, not {value!r:.80}")
+_DEFAULTS = [(f.name, f.default) for f in fields(SamplingParams)]
+_NAMES = frozenset(name for name, _ in _DEFAULTS)
+_REFUSED = {
+    "best_of": "ask for n choices and pick one",
+    "use_beam_search": "beam search is not supported",
+    "guided_decoding": "structured output is not supported",
+    "structured_outputs": "structured output is not supported",
+    "logits_processors": "code is never sent to an engine; logit_bias, bad_words and allowed_token_ids may do",
+    "output_kind": "give output_kind= to AsyncLLM.generate",
+    "truncate_prompt_tokens": "cut the prompt's token ids",
+    "extra_args": "there are no plug-ins that could read them",
+    "logprob_token_ids": "logprobs= reports the most likely tokens",
+    "repetition_detection": "not supported in this version",
+}
+_generated_init = SamplingParams.__init__
 
 
-def _real(name: str, value: Any, low: float, high: float) -> None:
-    good = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
-    if not good:
-        raise ValidationError(name, f"must be a number from {low} to {high}, not {value!r:.80}")
+@wraps(_generated_init)
+def _init(self: SamplingParams, *args: Any, **values: Any) -> None:
+    """The generated constructor, with a word on what vLLM's would have taken."""
+    for name in values.keys() - _NAMES:
+        if name not in _REFUSED:
+            raise ValidationError(name[:64], "is not a sampling parameter")
+        if values.pop(name) not in (None, False, 0, [], {}):
+            raise NotSupportedError(f"{name}: {_REFUSED[name]}")
+    if args:
+        raise ValidationError("sampling_params", f"name each value, for instance n={args[0]!r:.40}")
+    _generated_init(self, **values)
 
 
-def _token_ids(name: str, ids: Sequence[int], limit: int) -> tuple[int, ...]:
-    if isinstance(ids, str | bytes) or len(ids) > limit:
-        raise ValidationError(name, f"must be a list of at most {limit} token ids")
-    for i in ids:
-        _whole(name, i, 0, (1 << 31) - 1)
-    return tuple(ids)
+def _assign(self: SamplingParams, name: str, value: Any) -> None:
+    """`params.max_tokens = 100`, as scripts for vLLM do: all fields are checked again."""
+    changed = replace(self, **{name: value})
+    for field, _ in _DEFAULTS:
+        object.__setattr__(self, field, getattr(changed, field))
 
 
-def _strings(name: str, values: Sequence[str] | None, limit: int) -> tuple[str, ...]:
-    values = tuple(values or ())
-    if len(values) > limit:
-        raise ValidationError(name, f"at most {limit} entries, not {len(values)}")
-    for value in values:
-        if not isinstance(value, str) or not 0 < len(value) <= MAX_STOP_LENGTH:
-            raise ValidationError(name, f"each entry must be a string of 1 to {MAX_STOP_LENGTH} characters")
-    return values
-
-
-def _bias(bias: Mapping[int, float]) -> dict[int, float]:
-    if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIAS:
-        raise ValidationError("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers")
-    out: dict[int, float] = {}
-    for token, value in bias.items():
-        try:
-            number = int(token) if isinstance(token, str) else token
-        except ValueError:
-            raise ValidationError("logit_bias", f"{token!r:.40} is not a token id") from None
-        _whole("logit_bias", number, 0, (1 << 31) - 1)
-        _real("logit_bias", value, -100.0, 100.0)
-        out[number] = float(value)
-    return out
+if not TYPE_CHECKING:  # type checkers see the plain frozen dataclass
+    SamplingParams.__init__ = _init
+    SamplingParams.__setattr__ = _assign

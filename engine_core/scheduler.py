@@ -23,7 +23,6 @@ from wavecore.engine_core.kv_manager import KVEvents
 from wavecore.engine_core.lifecycle import Lifecycle
 from wavecore.engine_core.plan import Admission, StepPlan
 from wavecore.engine_core.request import Request
-from wavecore.engine_core.slots import NEVER
 
 Rows = npt.NDArray[np.intp]
 I32 = npt.NDArray[np.int32]
@@ -51,6 +50,8 @@ class Scheduler:
         self.chunked = config.enable_chunked_prefill
         self.blocked = ""  # why the head of the queue was not admitted by the last plan
         self._admitted: list[Admission] = []
+        self._refused: Request | None = None  # the head of the queue found no room of ...
+        self._refused_room = 0  # ... so many blocks
 
     def schedule(self) -> Scheduled | None:
         """Plan the next step; None when no row can run now."""
@@ -158,14 +159,18 @@ class Scheduler:
             self.blocked = f"all {life.slots.num_slots} places (max_num_seqs) are taken"
             return None
         reserve = life.kv.watermark if life.num_running else 0
-        admission = life.start(request, reserve)
+        room = life.kv.device.num_free - reserve
+        # Looking a long prompt up again in each step would cost; what was refused waits until there is more room.
+        again = self._refused is not request or room > self._refused_room
+        admission = life.start(request, reserve) if again else None
         if admission is None:
-            pool = life.kv.device
+            self._refused, self._refused_room = request, room
             self.blocked = (
-                f"blocks for {len(request.tokens)} tokens are needed at once; {pool.num_free} of {pool.usable} blocks "
-                f"are free, {reserve} of them in reserve"
+                f"blocks for {len(request.tokens)} tokens are needed at once; {room + reserve} of "
+                f"{life.kv.device.usable} blocks are free, {reserve} of them in reserve"
             )
             return None
+        self._refused = None
         self._admitted.append(admission)
         return admission.slot
 
@@ -236,8 +241,7 @@ class Scheduler:
         s = self.life.slots
         request = s.at(slot)
         self.life.totals.prompt_tokens += length
-        if s.next_cache[slot] != NEVER:
-            self.life.kv.register(request, end)
+        self.life.kv.register(request, end)
         if whole:
             s.prefilling[slot] = False
             self.life.release_forks(request)

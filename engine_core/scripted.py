@@ -53,7 +53,7 @@ from wavecore.engine_core.plan import (
     StepPlan,
     StepResult,
 )
-from wavecore.transport.errors import ModelError
+from wavecore.transport.errors import ModelError, NotSupportedError
 
 U32 = npt.NDArray[np.uint32]
 F32 = npt.NDArray[np.float32]
@@ -139,19 +139,22 @@ class ScriptedRunner:
         return pending
 
     def memory_stats(self) -> dict[str, int]:
-        return {"kv_cache": self.blocks.nbytes, "host_kv_cache": self.host_blocks.nbytes}
+        return {"kv_cache_bytes": self.blocks.nbytes, "host_kv_cache_bytes": self.host_blocks.nbytes}
+
+    def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:  # noqa: ARG002 (the interface)
+        raise NotSupportedError("a scripted model has no attention")
 
     def shutdown(self) -> None:
         self.queue.clear()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Apply the plan's events, write the KV of all rows, then read: like the layers of a model do."""
-        for source, to in plan.swap_out:
-            self.host_blocks[to] = self.blocks[source]
-        for source, to in plan.swap_in:
-            self.blocks[to] = self.host_blocks[source]
-        for source, to in plan.copies:
-            self.blocks[to] = self.blocks[source]
+        for pairs, source, target in (
+            (plan.swap_out, self.blocks, self.host_blocks),
+            (plan.swap_in, self.host_blocks, self.blocks),
+            (plan.copies, self.blocks, self.blocks),
+        ):
+            target[pairs[:, 1]] = source[pairs[:, 0]]  # all pairs at once, as a kernel does
         for admission in plan.admitted:
             self.admitted[admission.slot] = admission
             self.tokens[admission.slot, : len(admission.token_ids)] = admission.token_ids

@@ -120,6 +120,18 @@ class SlotState:
             for admission, tokens in zip(plan.admitted, views[8:], strict=True):
                 self.token_table[admission.slot, : len(tokens)].copy_(tokens)
 
+    def insert_embeds(self, x: Tensor, shape: StepShape) -> None:
+        """Put given prompt embeddings in the place of the tokens', in x [T, hidden]."""
+        at = 0
+        for slot, start, length in zip(
+            shape.slots.tolist(), shape.starts.tolist(), shape.query_lens.tolist(), strict=True
+        ):
+            given = self.embeds.get(slot)
+            if given is not None and start < len(given):
+                part = given[start : start + length]
+                x[at : at + len(part)] = part.to(x.dtype)
+            at += length
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:

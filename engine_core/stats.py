@@ -53,12 +53,12 @@ class Stats:
 
     def _snapshot(self) -> dict[str, float]:
         kv = self._life.kv
-        seconds = dict(zip((f"seconds_{name}" for name in PHASES), self._seconds, strict=True))
+        seconds = dict(zip((f"{name}_seconds" for name in PHASES), self._seconds, strict=True))
         return {**asdict(self._life.totals), **seconds, "cache_queries": kv.queries, "cache_hits": kv.hits}
 
     @staticmethod
     def _shares(seconds: list[float]) -> dict[str, float]:
-        return {f"share_{name}": _ratio(part, sum(seconds)) for name, part in zip(PHASES, seconds, strict=True)}
+        return {f"{name}_share": _ratio(part, sum(seconds)) for name, part in zip(PHASES, seconds, strict=True)}
 
     def _write(self, now: float) -> None:
         before, self._logged = self._logged, self._snapshot()
@@ -66,7 +66,7 @@ class Stats:
         if not gained["steps"]:
             return
         span = LOG_SECONDS + now - self._log_at
-        shares = self._shares([gained[f"seconds_{name}"] for name in PHASES])
+        shares = self._shares([gained[f"{name}_seconds"] for name in PHASES])
         report = self.report()
         logger.info(
             "running %d, waiting %d; %.0f prompt and %.0f output tokens/s; cache %.0f%% used, %.0f%% of prompt tokens "
@@ -79,9 +79,9 @@ class Stats:
             100 * _ratio(gained["cache_hits"], gained["cache_queries"]),
             gained["preemptions"],
             gained["steps"],
-            ", ".join(f"{name} {100 * shares[f'share_{name}']:.0f}%" for name in PHASES),
+            ", ".join(f"{name} {100 * shares[f'{name}_share']:.0f}%" for name in PHASES),
         )
-        scheduling = shares["share_schedule"] + shares["share_update"]
+        scheduling = shares["schedule_share"] + shares["update_share"]
         if scheduling > SCHEDULING_SHARE:
             logger.warning("scheduling takes %.0f%% of the loop, more than 15%%: the device waits", 100 * scheduling)
 

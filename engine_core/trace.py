@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 PHASES = ("schedule", "launch", "wait", "update")
 GAUGES = ("rows", "tokens", "running", "waiting", "free_blocks", "preemptions")
@@ -22,6 +23,11 @@ class StepTrace:
         """Start of the turn and end of each phase (seconds of one clock), then the gauges."""
         self._ring[self._count % MAX_TURNS] = values
         self._count += 1
+
+    def last(self) -> npt.NDArray[np.float64]:
+        """The values of the latest `record`."""
+        row: npt.NDArray[np.float64] = self._ring[(self._count - 1) % MAX_TURNS]
+        return row
 
     def chrome(self) -> dict[str, Any]:
         """{"traceEvents": [...]}: one complete event a phase and one counter event a turn, oldest first."""

@@ -12,7 +12,7 @@ from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.frontend.embeddings import Embedded, pooled
 from wavecore.frontend.engine_request import EngineRequest
 from wavecore.frontend.mailbox import Mailbox, OutputKind
-from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput
+from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, without_error
 from wavecore.frontend.progress import StartBar
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
 from wavecore.frontend.service import Service
@@ -27,7 +27,7 @@ LONG_TEXT = 20_000  # characters; encoding more would hold the event loop up for
 class AsyncLLM:
     """A model in an engine process of its own, for asyncio programs.
 
-    The constructor blocks until the engine is ready; `await AsyncLLM.start(...)` does the same without blocking the loop.
+    The constructor blocks until the engine is ready; `await AsyncLLM.start(...)` leaves the loop free meanwhile.
 
     Args:
         model: as in `LLM`.
@@ -86,8 +86,9 @@ class AsyncLLM:
         """
         params = sampling_params or self.get_default_sampling_params()
         encoded = await self._encode(as_prompt(prompt))
-        options = {"priority": priority, "timeout": timeout, "resume": resume}
-        request = self._service.prepare(encoded, params, request_id=request_id, **options)
+        request = self._service.prepare(
+            encoded, params, request_id=request_id, priority=priority, timeout=timeout, resume=resume
+        )
         async for output in self._outputs(request, OutputKind(output_kind)):
             yield output
 
@@ -101,21 +102,34 @@ class AsyncLLM:
         timeout: float | None = None,
         resume: bool = False,
         output_kind: OutputKind | str = OutputKind.DELTA,
-        **template_options: Any,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """`generate` for a conversation; `template_options` as in `Tokenizer.apply_chat_template`."""
+        """`generate` for a conversation, through the chat template as in `LLM.chat`."""
         params = sampling_params or self.get_default_sampling_params()
-        prompt = await asyncio.to_thread(self._service.chat_prompt, messages, **template_options)
-        options = {"priority": priority, "timeout": timeout, "resume": resume}
-        request = self._service.prepare(prompt, params, request_id=request_id, **options)
+        prompt = await asyncio.to_thread(
+            self._service.chat_prompt,
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        request = self._service.prepare(
+            prompt, params, request_id=request_id, priority=priority, timeout=timeout, resume=resume
+        )
         async for output in self._outputs(request, OutputKind(output_kind)):
             yield output
 
     async def embed(
-        self, prompt: PromptType, *, pooling: str = "mean", normalize: bool = True, timeout: float | None = None
+        self, prompt: PromptType, *, pooling: str = "mean", timeout: float | None = None
     ) -> EmbeddingRequestOutput:
         """The embedding of one prompt; as `LLM.embed`."""
-        how = Embedded(pooling, normalize)
+        how = Embedded(pooling)
         encoded = await self._encode(as_prompt(prompt))
         request = self._service.prepare(encoded, how.params, pooling=how.pooling, timeout=timeout)
         waker = self._waker()
@@ -124,7 +138,7 @@ class AsyncLLM:
             await waker.event(mailbox).wait()
             output = mailbox.take()
             assert output is not None
-            return pooled(mailbox, output, how)
+            return pooled(mailbox, output)
         finally:
             waker.forget(mailbox)
             self._service.client.abort(mailbox)
@@ -198,11 +212,12 @@ class AsyncLLM:
                 output = mailbox.take()
                 if output is None:
                     continue
-                finished = output.finished
-                if output.error is None or any(o.token_ids for o in output.outputs):
-                    yield output
                 if output.error is not None:
+                    if rest := without_error(output):
+                        yield rest
                     raise output.error
+                finished = output.finished
+                yield output
         finally:
             waker.forget(mailbox)
             if self._by_id.get(request.request_id) is mailbox:

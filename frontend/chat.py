@@ -66,10 +66,12 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     return [_message(i, message) for i, message in enumerate(messages)]
 
 
-def check_template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
     """Variables for the template: plain values under names that are not ours."""
+    if not isinstance(kwargs, Mapping):
+        raise ValidationError("chat_template_kwargs", f"must be a dictionary, not {type(kwargs).__name__}")
     for name, value in kwargs.items():
-        if name in RESERVED or not name.isidentifier() or name.startswith("_"):
+        if not isinstance(name, str) or name in RESERVED or not name.isidentifier() or name.startswith("_"):
             raise ValidationError("chat_template_kwargs", f"{name!r:.40} cannot be set")
         if not isinstance(value, str | bool | int | float | None) or (isinstance(value, str) and len(value) > 1024):
             raise ValidationError("chat_template_kwargs", f"{name!r:.40} must be a short text, a number or true/false")
@@ -85,6 +87,15 @@ def map_strings(value: Any, change: Any) -> Any:
     if isinstance(value, list | tuple):
         return [map_strings(item, change) for item in value]
     return value
+
+
+def cut_behind(text: str, content: str) -> str:
+    """The text up to the end of the last message's content, for an answer that continues it."""
+    content = content.strip()
+    at = text.rfind(content)
+    if not content or at < 0:
+        raise ValidationError("messages", "continue_final_message needs a last message that the template shows")
+    return text[: at + len(content)]
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
@@ -108,7 +119,9 @@ def _content(index: int, content: Any) -> str:
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind != "text":
-            raise NotSupportedError(f"messages: message {index} holds a part of type {kind!r:.40}; only text is supported")
+            raise NotSupportedError(
+                f"messages: message {index} holds a part of type {kind!r:.40}; only text is supported"
+            )
         text = part.get("text") if isinstance(part, Mapping) else part
         if not isinstance(text, str):
             raise ValidationError("messages", f"message {index}: a text part must hold text")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.frontend.detokenizer import Detokenizer
 from wavecore.frontend.outputs import CompletionOutput, FinishName, PositionLogprobs
 from wavecore.frontend.stop_strings import StopStrings
-from wavecore.transport.errors import WavecoreError
+from wavecore.transport.errors import RequestError, WavecoreError
 from wavecore.transport.messages import FinishReason
+
+logger = logging.getLogger(__name__)
 
 FINISH_NAMES: dict[FinishReason, FinishName] = {
     FinishReason.STOP: "stop",
@@ -58,7 +61,7 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        return not self._told and self.finish is not None or self._taken < len(self.emitted)
+        return (not self._told and self.finish is not None) or self._taken < len(self.emitted)
 
     def feed(
         self,
@@ -94,9 +97,14 @@ class Choice:
 
     def take(self) -> CompletionOutput:
         """What is new, or all so far; called by the consumer."""
-        self._render()
-        if self.finish is not None and not self._told:
-            self._flush()
+        try:
+            self._render()
+            if self.finish is not None and not self._told:
+                self._flush()
+        except Exception as error:  # the text of one request must not end its neighbours
+            logger.exception("the tokens of a request cannot be turned into text")
+            self._detokenizer = None
+            self.finish, self.error = "error", RequestError(f"its tokens cannot be turned into text: {error!r:.300}")
         output = CompletionOutput(
             index=self.index,
             text="".join(self._text),
@@ -128,7 +136,7 @@ class Choice:
         self._text.append(stops.feed(text) if self.num_tokens > self._min_tokens else text)
 
     def _render(self) -> None:
-        """Text of tokens that wait for a reader: streams without stop strings are detokenised only when they are read."""
+        """Text of tokens that wait for a reader: without stop strings they become text only when somebody reads."""
         if self._unread and self._detokenizer is not None:
             self._text.append(self._detokenizer.feed(self._unread))
         self._unread.clear()

@@ -1,6 +1,6 @@
 """The `wavecore` command: picks the subcommand and turns errors into one line and an exit code.
 
-Exit codes: 0 done, 2 usage or a setting, 3 a resource (port, memory), 4 the model's files, 5 the engine, 130 interrupted.
+Exit codes: 0 done, 2 usage or a setting, 3 a resource (port, memory), 4 the model's files, 5 the engine, 130 Ctrl-C.
 """
 
 from __future__ import annotations

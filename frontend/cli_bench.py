@@ -69,13 +69,17 @@ def run(args: Sequence[str]) -> int:
     add("--output_json", type=str, default="", help="file for the figures")
     values = parser.parse(args[1:])
     with open_llm(values) as llm:
-        work = read_work(values.workload) if values.workload else random_work(
-            values.num_prompts,
-            values.input_len,
-            values.output_len,
-            values.range_ratio,
-            llm.vocab_size,
-            values.workload_seed,
+        work = (
+            read_work(values.workload)
+            if values.workload
+            else random_work(
+                values.num_prompts,
+                values.input_len,
+                values.output_len,
+                values.range_ratio,
+                llm.vocab_size,
+                values.workload_seed,
+            )
         )
         measure(llm, [WorkItem(item.prompt, 2) for item in work[:4]])  # warm-up
         report = min((measure(llm, work) for _ in range(max(1, values.repeats))), key=lambda r: r.seconds)
@@ -121,8 +125,8 @@ def step_phases(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
     rose = {n: after[n] - before[n] for n in before if isinstance(before[n], int | float)}
     steps = max(1, rose["steps"])
     phases = {
-        f"{name.removeprefix('seconds_')}, a step": f"{1000 * value / steps:.3f} ms"
+        f"{name.removesuffix('_seconds')}, a step": f"{1000 * value / steps:.3f} ms"
         for name, value in rose.items()
-        if name.startswith("seconds_")
+        if name.endswith("_seconds")
     }
     return {"steps": rose["steps"], "preemptions": rose["preemptions"], **phases}

@@ -14,7 +14,9 @@ def run(args: Sequence[str]) -> int:
     args = list(args)
     if args and not args[0].startswith("-"):
         args[0] = f"--model={args[0]}"
-    parser = CommandParser("engine", "[MODEL]", "Runs an engine. SIGTERM or Ctrl-C drains it; a second one ends it at once.")
+    parser = CommandParser(
+        "engine", "[MODEL]", "Runs an engine. SIGTERM or Ctrl-C drains it; a second one ends it at once."
+    )
     config = settings(parser.parse(args))
     with StartBar(config.disable_tqdm) as bar:
         return make_supervisor(config).serve(bar, on_ready=lambda folder: _tell(bar, folder))

@@ -13,14 +13,16 @@ from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.frontend.cli_parser import CommandParser, add_sampling, settings
 from wavecore.frontend.connect import connect
 from wavecore.frontend.llm import LLM
-from wavecore.frontend.prompts import Prompt
+from wavecore.frontend.prompts import PromptType, TokensPrompt
 from wavecore.transport.errors import ValidationError
 
 
 def run(args: Sequence[str]) -> int:
     parser = CommandParser("generate", "PROMPT", "Answers one prompt and streams the answer.")
     add_input(parser)
-    parser.options.add_argument("prompt", type=str, nargs="?", default="", help="what to answer; - reads standard input")
+    parser.options.add_argument(
+        "prompt", type=str, nargs="?", default="", help="what to answer; - reads standard input"
+    )
     parser.switch("raw", "continue the prompt as it is, without the chat template")
     add_sampling(parser, max_tokens=256)
     values = parser.parse(args)
@@ -64,8 +66,8 @@ def system_message(values: Namespace) -> list[dict[str, Any]]:
     return [{"role": "system", "content": values.system}] if values.system else []
 
 
-def chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"prompt_token_ids": llm.get_tokenizer().apply_chat_template(messages)}
+def chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> TokensPrompt:
+    return {"prompt_token_ids": llm.get_tokenizer().render_chat(messages)[1]}
 
 
 class Answer:
@@ -94,11 +96,10 @@ class Answer:
         )
 
 
-def stream_answer(llm: LLM, prompt: str | dict[str, Any] | Prompt, params: SamplingParams) -> Answer:
+def stream_answer(llm: LLM, prompt: PromptType, params: SamplingParams) -> Answer:
     """Print an answer as it comes."""
     answer = Answer()
-    prompt_like: Any = prompt
-    for output in llm.stream(prompt_like, params):
+    for output in llm.stream(prompt, params):
         choice = output.outputs[0]
         answer.add(choice.text, len(choice.token_ids))
         answer.finish_reason = choice.finish_reason

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from wavecore.engine_core.config import EngineConfig
-from wavecore.frontend.vllm_names import RENAMED, engine_config
+from wavecore.frontend.vllm_names import RENAMED, engine_config, refuse_flag
 
 SHORT = {"-tp": "--tensor_parallel_size", "-dp": "--data_parallel_size"}
 _SWITCHES = frozenset(f.name for f in fields(EngineConfig) if f.type in ("bool", bool))
@@ -38,7 +40,9 @@ class CommandParser:
             default_env=True,
             env_prefix="WAVECORE",
         )
-        self.options.add_argument("--config", action="config", help="YAML file of settings, as --print_config writes it")
+        self.options.add_argument(
+            "--config", action="config", help="YAML file of settings, as --print_config writes it"
+        )
         self.options.add_class_arguments(EngineConfig, None)
         helps = _setting_help()
         for action in self.options._actions:
@@ -51,9 +55,14 @@ class CommandParser:
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Values of all options; ends the program with usage on a bad command line."""
-        # HF_TOKEN and friends are not ours; an empty WAVECORE_ variable means "not set".
-        for name in [n for n, v in os.environ.items() if n.startswith("WAVECORE_") and not v]:
-            del os.environ[name]
+        known = {f"WAVECORE_{action.dest.upper()}" for action in self.options._actions} | {"WAVECORE_CACHE"}
+        for name, value in list(os.environ.items()):
+            if name.startswith("WAVECORE_") and not value:  # an empty variable means "not set"
+                del os.environ[name]
+            elif name.startswith("WAVECORE_") and name not in known:  # no error: Kubernetes makes up such names too
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                print(f"wavecore: {name} in the environment is no setting{hint}", file=sys.stderr)
         return self.options.parse_args(spell(args, self._switches))
 
 
@@ -67,7 +76,7 @@ def settings(values: Namespace) -> EngineConfig:
 
 
 def spell(args: Sequence[str], switches: set[str]) -> list[str]:
-    """Flags as jsonargparse wants them: `--max-model-len 5`, `--enforce-eager`, `--no-enable-prefix-caching`, `-tp 2`."""
+    """`--max-model-len 5`, `--enforce-eager`, `--no-enable-prefix-caching`, `-tp 2` as jsonargparse wants them."""
     spelled: list[str] = []
     rest = list(args)
     while rest:
@@ -82,6 +91,8 @@ def spell(args: Sequence[str], switches: set[str]) -> list[str]:
         name = RENAMED.get(name, name)
         if name.startswith("no_") and name[3:] in switches and not equals:
             spelled.append(f"--{name[3:]}=false")
+        elif error := refuse_flag(name):
+            raise error
         elif name in switches and not equals and (not rest or rest[0].lower() not in ("true", "false")):
             spelled.append(f"--{name}=true")
         else:

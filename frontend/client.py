@@ -1,7 +1,7 @@
 """EngineClient: requests to engines and their outputs back, over any death of an engine. Knows no text.
 
-Each request ends exactly once. When a life of an engine is over, a request without a token goes once to a living engine,
-or waits for the restarted one; one with tokens fails with the cause (or goes on, with `resume`).
+Each request ends exactly once. When a life of an engine is over, a request without a token goes once to a living
+engine, or waits for the restarted one; one with tokens fails with the cause (or goes on, with `resume`).
 
 Threads: user threads call in, the pump's IO thread calls `_on_event`, the timer's thread watches broken connections.
 One lock guards all state; nothing blocks under it.
@@ -17,6 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any
 
+from wavecore.frontend import in_flight
 from wavecore.frontend.engine_link import Answer, EngineLink, LinkState
 from wavecore.frontend.in_flight import InFlight
 from wavecore.frontend.mailbox import Mailbox, Waker
@@ -81,7 +82,7 @@ class EngineClient:
             self._requests.submit(mailbox)
         timeout = mailbox.request.timeout
         if timeout is not None:
-            self._timer.schedule(timeout + 5.5, self._check_deadlines)
+            self._timer.schedule(timeout + in_flight.GRACE_SECONDS + 0.05, self._check_deadlines)
 
     def abort(self, mailbox: Mailbox) -> None:
         """End a request, at any moment, as often as one likes."""

@@ -7,6 +7,7 @@ from typing import Literal, overload
 
 from wavecore.frontend.async_llm import AsyncLLM
 from wavecore.frontend.llm import LLM
+from wavecore.transport.errors import ConfigError
 
 
 @overload
@@ -25,4 +26,6 @@ def connect(runtime_dir: str | Path, *, asynchronous: bool = False, timeout: flo
         StartError: nothing runs there, or it does not answer.
         EngineDead: what ran there is over; with the cause.
     """
+    if not isinstance(runtime_dir, str | Path):
+        raise ConfigError(f"runtime_dir must be the path of a runtime directory, not {runtime_dir!r:.60}")
     return AsyncLLM.connect(runtime_dir, timeout) if asynchronous else LLM.connect(runtime_dir, timeout)

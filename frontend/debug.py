@@ -6,7 +6,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+import numpy as np
+import numpy.typing as npt
+
 from wavecore.frontend.client import EngineClient
+from wavecore.transport.tensors import to_numpy
 
 
 def call_all(client: EngineClient, method: str, **args: Any) -> list[Any]:
@@ -30,6 +34,12 @@ def debug_requests(client: EngineClient) -> list[dict[str, Any]]:
 
 def step_stats(client: EngineClient) -> list[dict[str, Any]]:
     return call_all(client, "stats")
+
+
+def attention_map(client: EngineClient, prompt: list[int], layer: int, head: int) -> npt.NDArray[np.float32]:
+    """float32 [n, n]; see `LLM.visualize_attention`."""
+    answer = client.call("attention_map", {"prompt": prompt, "layer": layer, "head": head}).result()
+    return to_numpy(answer.frames[0]).astype(np.float32)
 
 
 def print_memory_stats(client: EngineClient, file: TextIO | None = None) -> None:

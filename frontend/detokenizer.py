@@ -65,8 +65,8 @@ class ByteDetokenizer:
             entry = table[ids[0]]
             if type(entry) is str:
                 return entry
-        data = b"".join([e.encode() if type(e := table[i]) is str else e for i in ids])
-        data = self._pending + data
+        entries = [table[i] for i in ids]
+        data = self._pending + b"".join([e.encode() if isinstance(e, str) else e for e in entries])
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[used:]
         return text

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.transport.tensors import from_numpy
+from wavecore.engine_core.bounds import real, whole
+from wavecore.engine_core.sampling_params import MAX_PRIORITY, MAX_SALT, MAX_SECONDS, SamplingParams
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.messages import Add, TensorFrame
+from wavecore.transport.tensors import from_numpy
 
 I32 = npt.NDArray[np.int32]
-MAX_TIMEOUT = 30 * 86400.0
+MIN_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,11 @@ class EngineRequest:
 
 
 def check_options(
-    *, priority: int = 0, timeout: float | None = None, queue_timeout: float | None = None, cache_salt: str | None = None
+    *,
+    priority: int = 0,
+    timeout: float | None = None,
+    queue_timeout: float | None = None,
+    cache_salt: str | None = None,
 ) -> dict[str, Any]:
     """Bounded options of a request, without the defaults.
 
@@ -69,17 +74,14 @@ def check_options(
         ValidationError: naming the option.
     """
     options: dict[str, Any] = {}
-    if type(priority) is not int or abs(priority) > 1 << 31:
-        raise ValidationError("priority", f"must be a whole number (lower runs first), not {priority!r:.40}")
-    if priority:
-        options["priority"] = priority
+    if priority != 0:
+        options["priority"] = whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
     for name, value in (("timeout", timeout), ("queue_timeout", queue_timeout)):
-        if value is None:
-            continue
-        if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT:
-            raise ValidationError(name, f"must be seconds above 0 and up to {MAX_TIMEOUT:.0f}, not {value!r:.40}")
-        options[name] = float(value)
+        if value is not None:
+            options[name] = real(name, value, MIN_SECONDS, MAX_SECONDS)
     if cache_salt is not None:
+        if len(cache_salt.encode(errors="replace")) > MAX_SALT:
+            raise ValidationError("cache_salt", f"must be at most {MAX_SALT} bytes of text")
         options["cache_salt"] = cache_salt
     return options
 
@@ -103,7 +105,12 @@ def embeds_frame(embeds: Any, hidden_size: int) -> TensorFrame:
     array = np.asarray(embeds)
     if array.ndim == 3 and array.shape[0] == 1:
         array = array[0]
-    if array.dtype not in (np.float32, np.float16) or array.ndim != 2 or array.shape[1] != hidden_size or not len(array):
+    if (
+        array.dtype not in (np.float32, np.float16)
+        or array.ndim != 2
+        or array.shape[1] != hidden_size
+        or not len(array)
+    ):
         raise ValidationError(
             "prompt_embeds", f"must be floats of shape [n, {hidden_size}], not {array.dtype} {list(array.shape)}"
         )

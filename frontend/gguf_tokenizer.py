@@ -15,7 +15,8 @@ from wavecore.transport.errors import ModelError, NotSupportedError
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
@@ -56,7 +57,9 @@ def _byte_level(path: str, tokens: list[str], metadata: Mapping[str, Any]) -> To
     try:
         tokenizer = Tokenizer(models.BPE(vocab, merges))
     except Exception as error:  # tokenizers raises bare Exception
-        raise ModelError(f"{path}: the tokenizer's merges do not fit its tokens ({error}); download it again") from error
+        raise ModelError(
+            f"{path}: the tokenizer's merges do not fit its tokens ({error}); download it again"
+        ) from error
     tokenizer.pre_tokenizer = _split(path, str(metadata.get("tokenizer.ggml.pre", "default")))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -69,7 +72,13 @@ def _split(path: str, name: str) -> pre_tokenizers.PreTokenizer:
         return plain
     if name in ("smollm", "starcoder", "refact", "command-r"):
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    patterns = {"llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2}
+    patterns = {
+        "llama3": _LLAMA3,
+        "llama-v3": _LLAMA3,
+        "llama-bpe": _LLAMA3,
+        "qwen2": _QWEN2,
+        "deepseek-r1-qwen": _QWEN2,
+    }
     if name not in patterns:
         raise NotSupportedError(f"{path}: pre-tokenizer {name!r}; give the original tokenizer with tokenizer=FOLDER")
     return pre_tokenizers.Sequence(

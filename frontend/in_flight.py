@@ -1,5 +1,5 @@
-"""The requests of a client that have not ended: where each was sent, whose rows belong to it, what becomes of it when an
-engine's life is over. Every method runs under the client's lock and returns the mailboxes to wake. Knows no threads.
+"""The requests of a client that have not ended: where each was sent, which rows belong to it, what becomes of it when
+an engine's life is over. Every method runs under the client's lock and returns the mailboxes to wake. Knows no threads.
 
 A request that is sent again gets new handles, and rows of unknown handles are dropped: late outputs cannot matter.
 """
@@ -132,9 +132,7 @@ class InFlight:
 
     def lose(self, link: EngineLink, error: EngineDead, everything: bool) -> list[Mailbox]:
         """Send again or fail what was sent over an earlier connection, or over any."""
-        lost = [
-            f for f in self._flights.values() if f.link is link and (everything or f.session != link.session)
-        ]
+        lost = [f for f in self._flights.values() if f.link is link and (everything or f.session != link.session)]
         touched: list[Mailbox] = []
         for flight in lost:
             self._detach(flight)

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.frontend import debug
+from wavecore.frontend.batch import run_batch, stream_deltas
 from wavecore.frontend.embeddings import Embedded, pooled
-from wavecore.frontend.engine_request import EngineRequest
-from wavecore.frontend.mailbox import Mailbox, OutputKind
+from wavecore.frontend.heat_map import write_heat_map
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput
-from wavecore.frontend.progress import BatchBar, StartBar
+from wavecore.frontend.progress import StartBar
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt, as_prompts
 from wavecore.frontend.service import Service
 from wavecore.frontend.text import Tokenizer
 from wavecore.frontend.vllm_names import engine_config, refuse_method
-from wavecore.frontend.wakers import QueueWaker
-from wavecore.transport.errors import EngineDead, NotSupportedError, Overloaded, ValidationError
+from wavecore.transport.errors import NotSupportedError, ValidationError
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
@@ -76,11 +76,12 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptType | Sequence[PromptType],
+        prompts: PromptType | Sequence[PromptType] | None = None,
         sampling_params: Params = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
+        prompt_token_ids: None = None,
         priority: int | Sequence[int] | None = None,
         timeout: float | None = None,
         resume: bool = False,
@@ -103,6 +104,8 @@ class LLM:
             EngineDead: the engine died under requests that had begun; with the cause.
         """
         _no_lora(lora_request)
+        if prompt_token_ids is not None:
+            raise NotSupportedError('prompt_token_ids: give prompts=[{"prompt_token_ids": [...]}, ...]')
         asked = as_prompts(prompts)
         return self._run(asked, sampling_params, use_tqdm, priority, timeout=timeout, resume=resume)
 
@@ -136,7 +139,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
-                **(chat_template_kwargs or {}),
+                chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
         ]
@@ -144,24 +147,21 @@ class LLM:
 
     def stream(
         self,
-        prompt: PromptType | Prompt,
+        prompt: PromptType,
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
         timeout: float | None = None,
         resume: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Deltas of one request as they come; leaving the loop aborts it.
+        """Deltas of one request, sent when the first is asked for; leaving the loop aborts it.
 
         Raises:
             WavecoreError: the request failed, after what it had was given.
         """
         params = sampling_params or self.get_default_sampling_params()
-        parsed = prompt if isinstance(prompt, Prompt) else as_prompt(prompt)
-        request = self._service.prepare(parsed, params, priority=priority, timeout=timeout, resume=resume)
-        waker = QueueWaker()
-        mailbox = self._service.submit(request, waker, OutputKind.DELTA)
-        return self._deltas(mailbox, waker)
+        request = self._service.prepare(as_prompt(prompt), params, priority=priority, timeout=timeout, resume=resume)
+        return stream_deltas(self._service, request)
 
     def embed(
         self,
@@ -169,20 +169,18 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling: str = "mean",
-        normalize: bool = True,
         timeout: float | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Embeddings of prompts from the last hidden states.
+        """Embeddings of prompts: the last hidden states, pooled, of length 1 in the Euclidean norm.
 
         Args:
             pooling: "mean" over the prompt's tokens, or "last".
-            normalize: to length 1 in the Euclidean norm.
         """
-        how = Embedded(pooling, normalize)
+        how = Embedded(pooling)
         requests = [
             self._service.prepare(p, how.params, pooling=how.pooling, timeout=timeout) for p in as_prompts(prompts)
         ]
-        return [pooled(m, o, how) for m, o in self._finish_all(requests, use_tqdm)]
+        return [pooled(m, o) for m, o in run_batch(self._service, requests, use_tqdm)]
 
     # --- facts and control ---------------------------------------------------------------------------------------
 
@@ -204,7 +202,7 @@ class LLM:
         return self._service.default_params()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False while running requests hold blocks."""
+        """Forget cached prefixes, for instance after a change of weights."""
         return debug.reset_prefix_cache(self._service.client)
 
     def print_memory_stats(self) -> None:
@@ -214,6 +212,24 @@ class LLM:
     def debug_requests(self) -> list[dict[str, Any]]:
         """State, age and progress of every request in the engine."""
         return debug.debug_requests(self._service.client)
+
+    debug_sequence_states = debug_requests
+
+    def visualize_attention(
+        self, prompt: PromptType, layer: int, head: int, path: str | Path = "attention.png"
+    ) -> npt.NDArray[np.float32]:
+        """Attention of one head over a prompt, as a PNG heat map and as numbers.
+
+        Args:
+            path: the file to write; rows are queries, columns keys.
+
+        Returns:
+            float32 [n, n] of probabilities; row i sums to 1 over columns 0..i.
+        """
+        request = self._service.prepare(as_prompt(prompt), SamplingParams(max_tokens=1))
+        weights = debug.attention_map(self._service.client, request.prompt.tolist(), layer, head)
+        write_heat_map(path, weights)
+        return weights
 
     def step_stats(self) -> list[dict[str, Any]]:
         """Counters of each engine since its start: steps, tokens, seconds in each phase of a step."""
@@ -244,63 +260,15 @@ class LLM:
         priority: int | Sequence[int] | None,
         **options: Any,
     ) -> list[RequestOutput]:
-        params = _one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(prompts))
-        priorities = _one_each("priority", priority or 0, len(prompts))
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _one_each("sampling_params", sampling_params, len(prompts))
+        priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         requests = [
             self._service.prepare(prompt, p, priority=rank, **options)
             for prompt, p, rank in zip(prompts, params, priorities, strict=True)
         ]
-        return [output for _, output in self._finish_all(requests, use_tqdm)]
-
-    def _finish_all(
-        self, requests: list[EngineRequest], use_tqdm: bool | Callable[..., Any]
-    ) -> list[tuple[Mailbox, RequestOutput]]:
-        """Send all, never more at a time than the engine's queue takes, and wait for all."""
-        waiting = deque(enumerate(requests))
-        running: dict[Mailbox, int] = {}
-        done: dict[int, tuple[Mailbox, RequestOutput]] = {}
-        window, client, waker = self._service.window, self._service.client, QueueWaker()
-        pause_until = 0.0
-        bar = BatchBar(len(requests), use_tqdm)
-        try:
-            while len(done) < len(requests):
-                while waiting and len(running) < window and time.monotonic() >= pause_until:
-                    index, request = waiting.popleft()
-                    running[self._service.submit(request, waker, OutputKind.FINAL)] = index
-                mailbox = waker.wait(None if running and not waiting else 0.05)
-                output = mailbox.take() if mailbox is not None else None
-                if mailbox is None or output is None:
-                    continue
-                index = running.pop(mailbox)
-                if isinstance(output.error, Overloaded):  # others fill the queue: come again with fewer
-                    waiting.appendleft((index, requests[index]))
-                    window, pause_until = max(1, len(running)), time.monotonic() + 0.1
-                elif isinstance(output.error, EngineDead):
-                    raise output.error
-                else:
-                    done[index] = mailbox, output
-                    bar.done(output)
-        finally:
-            bar.close()
-            for mailbox in running:
-                client.abort(mailbox)
-        return [done[i] for i in range(len(requests))]
-
-    def _deltas(self, mailbox: Mailbox, waker: QueueWaker) -> Iterator[RequestOutput]:
-        try:
-            finished = False
-            while not finished:
-                waker.wait()
-                output = mailbox.take()
-                if output is None:
-                    continue
-                finished = output.finished
-                if output.error is None or any(o.token_ids for o in output.outputs):
-                    yield output
-                if output.error is not None:
-                    raise output.error
-        finally:
-            self._service.client.abort(mailbox)
+        return [output for _, output in run_batch(self._service, requests, use_tqdm)]
 
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:

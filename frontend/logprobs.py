@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from wavecore.frontend.outputs import Logprob, PositionLogprobs
-from wavecore.transport.tensors import to_numpy
 from wavecore.transport.messages import TensorFrame
+from wavecore.transport.tensors import to_numpy
 
 
 def read_logprobs(
@@ -18,17 +18,15 @@ def read_logprobs(
 
     Args:
         positions: of frames, in threes (more than one three where outputs were merged): token ids int32
-            [tokens, 1 + k] with the chosen token first, log-probabilities float32 of the same shape, ranks of the chosen
-            tokens int32 [tokens].
+            [tokens, 1 + k] with the chosen token first, log-probabilities float32 of the same shape, ranks of the
+            chosen tokens int32 [tokens].
         decode: text of one token, None without a tokenizer.
     """
     found: list[PositionLogprobs] = []
     for at in range(0, len(positions), 3):
         ids, values, ranks = (to_numpy(frames[i]) for i in positions[at : at + 3])
-        found += [
-            _position(row_ids, row_values, rank, decode)
-            for row_ids, row_values, rank in zip(ids.tolist(), values.astype(np.float64).tolist(), ranks.tolist(), strict=True)
-        ]
+        rows = zip(ids.tolist(), values.astype(np.float64).tolist(), ranks.tolist(), strict=True)
+        found += [_position(row_ids, row_values, rank, decode) for row_ids, row_values, rank in rows]
     return found
 
 

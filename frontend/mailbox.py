@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from wavecore.frontend.choice import FINISH_NAMES, Choice
+from wavecore.frontend.detokenizer import CONTEXT
 from wavecore.frontend.engine_request import EngineRequest
 from wavecore.frontend.logprobs import read_logprobs
 from wavecore.frontend.outputs import PositionLogprobs, RequestMetrics, RequestOutput
 from wavecore.frontend.text import Tokenizer
-from wavecore.transport.tensors import to_numpy
 from wavecore.transport.errors import RequestError, WavecoreError, from_code
 from wavecore.transport.messages import FinishReason, TensorFrame
+from wavecore.transport.tensors import to_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +55,16 @@ class Mailbox:
         self.waker = waker
         self.embedding: npt.NDArray[np.float32] | None = None
         params = request.params
-        text = tokenizer if params.detokenize else None
         self._kind = kind
         self._decode = None if tokenizer is None else tokenizer.decode_token
-        self._choices = [
-            Choice(i, params, text and text.detokenizer(params, request.prompt.tolist()), kind is not OutputKind.DELTA)
-            for i in range(params.n)
-        ]
+        end_of_prompt = request.prompt[-CONTEXT:].tolist()
+
+        def choice(index: int) -> Choice:
+            text = tokenizer.detokenizer(params, end_of_prompt) if tokenizer is not None and params.detokenize else None
+            return Choice(index, params, text, keep_all=kind is not OutputKind.DELTA)
+
+        self._choices = [choice(i) for i in range(params.n)]
+        self._prompt_ids: list[int] = request.prompt.tolist()
         self._lock = threading.Lock()
         self._woken = False
         self._started = time.monotonic()
@@ -163,7 +167,7 @@ class Mailbox:
             return RequestOutput(
                 request_id=self.request.request_id,
                 prompt=self.request.text,
-                prompt_token_ids=self.request.prompt.tolist(),
+                prompt_token_ids=self._prompt_ids,
                 outputs=[choice.take() for choice in shown],
                 finished=self._finished,
                 metrics=self._metrics,

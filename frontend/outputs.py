@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -39,7 +39,7 @@ class CompletionOutput:
         cumulative_logprob: of all tokens so far; None where logprobs were not asked for.
         finish_reason: None while it runs.
         stop_reason: the stop string or the stop token id that ended it; None at end-of-sequence or other ends.
-        seed: the seed that the choice was drawn with; None for greedy.
+        seed: the effective seed: the one asked for, or the one drawn for this request.
         error: why it ended where finish_reason is "error".
     """
 
@@ -99,10 +99,18 @@ class RequestOutput:
         return next((o.error for o in self.outputs if o.error is not None), None)
 
 
+def without_error(output: RequestOutput) -> RequestOutput | None:
+    """What a failed request had before it failed, for a stream whose end is the exception; None if that is nothing."""
+    if not any(o.token_ids for o in output.outputs):
+        return None
+    outputs = [replace(o, finish_reason=None, error=None) if o.error else o for o in output.outputs]
+    return replace(output, outputs=outputs, finished=False)
+
+
 @dataclass(slots=True)
 class EmbeddingOutput:
     """Attributes:
-    embedding: float32 [hidden], length 1 in the Euclidean norm where normalised.
+    embedding: float32 [hidden], of length 1 in the Euclidean norm.
     """
 
     embedding: npt.NDArray[np.float32]

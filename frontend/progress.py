@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,20 @@ from tqdm.auto import tqdm
 from wavecore.frontend.outputs import RequestOutput
 
 
+class _Bar(tqdm):  # type: ignore[type-arg]
+    monitor_interval = 0  # tqdm's watch over slow bars is a thread that stays for ever
+
+
+def _hidden() -> bool:
+    """Bars are for people: a terminal or a notebook, not a log file."""
+    return not sys.stderr.isatty() and "ipykernel" not in sys.modules
+
+
 class StartBar:
     """Phases of engines that start, one bar. Use as a context manager; call it as a supervisor's `progress`."""
 
     def __init__(self, disable: bool) -> None:
-        self._bar: tqdm[Any] = tqdm(total=100, desc="starting the engine", unit="%", disable=disable or None, leave=False)
+        self._bar = _Bar(total=100, desc="starting the engine", unit="%", disable=disable or _hidden(), leave=False)
 
     def __enter__(self) -> StartBar:
         return self
@@ -35,8 +45,9 @@ class BatchBar:
     """Finished requests, with tokens a second in both directions."""
 
     def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
-        make = use_tqdm if callable(use_tqdm) else tqdm
-        self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True) if use_tqdm else None
+        own: Callable[..., Any] | None = _Bar if use_tqdm and not _hidden() else None
+        make = use_tqdm if callable(use_tqdm) else own
+        self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True) if make else None
         self._input = self._output = 0
 
     def done(self, output: RequestOutput) -> None:

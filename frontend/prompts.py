@@ -91,12 +91,13 @@ def as_prompt(prompt: Any) -> Prompt:
         if name not in _KNOWN:
             raise ValidationError("prompt", f"unknown key {name!r:.40}; known are {', '.join(sorted(_KNOWN))}")
     salt = prompt.get("cache_salt")
-    if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= 256):
-        raise ValidationError("cache_salt", "must be a text of 1 to 256 characters")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ValidationError("cache_salt", f"must be a text of at least one character, not {salt!r:.40}")
     if prompt.get("prompt_embeds") is not None:
         return Prompt(embeds=prompt["prompt_embeds"], cache_salt=salt)
     if prompt.get("prompt_token_ids") is not None:
-        return Prompt(prompt.get("prompt"), token_ids(prompt["prompt_token_ids"]), cache_salt=salt)
+        text = prompt.get("prompt")
+        return Prompt(text and _text(text), token_ids(prompt["prompt_token_ids"]), cache_salt=salt)
     if prompt.get("prompt") is None:
         raise ValidationError("prompt", 'a dictionary needs "prompt", "prompt_token_ids" or "prompt_embeds"')
     parse = prompt.get("parse_special", True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,9 @@ from wavecore.frontend.mailbox import Mailbox, OutputKind, Waker
 from wavecore.frontend.prompts import Prompt, token_ids
 from wavecore.frontend.text import Tokenizer
 from wavecore.frontend.tokenizer_files import generation_defaults, load_tokenizer
-from wavecore.transport.version import VERSION
-from wavecore.transport.errors import ConfigError, NotSupportedError, ValidationError
+from wavecore.transport.errors import NotSupportedError, ValidationError
 from wavecore.transport.supervisor import ChildSpec, Limits, Supervisor
+from wavecore.transport.version import VERSION
 
 Progress = Callable[[int, str, float], None]
 MAX_PROMPT_LOGPROBS_CELLS = 1 << 24  # positions x alternatives of one request's prompt_logprobs
@@ -38,7 +41,6 @@ class Service:
         self.runtime_dir = runtime_dir
         self._supervisor = supervisor
         self._numbers = itertools.count()
-        self._wire_of: tuple[SamplingParams, dict[str, Any]] | None = None
         self.client = EngineClient(runtime_dir, timeout=timeout, version=VERSION)
         try:
             self.resolved = self.client.resolved
@@ -78,7 +80,7 @@ class Service:
     @property
     def window(self) -> int:
         """How many requests one caller keeps at the engine, so that it leaves room for others in the queue."""
-        return max(1, int(self.resolved.get("max_num_queued_reqs", 1024)) // 2)
+        return max(1, int(self.resolved["max_num_queued_reqs"]) // 2)
 
     def default_params(self) -> SamplingParams:
         """What the model's authors recommend, else the defaults."""
@@ -122,6 +124,11 @@ class Service:
         Raises:
             ValidationError: a value out of bounds, before it costs anything.
         """
+        if not isinstance(params, SamplingParams):
+            raise ValidationError("sampling_params", f"must be SamplingParams, not {type(params).__name__}")
+        queue = int(self.resolved["max_num_queued_reqs"])
+        if params.n > queue:
+            raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")
         if resume and params.n > 1:
             raise NotSupportedError("resume=True with n > 1; send the choices as requests of their own")
         checked = check_options(cache_salt=prompt.cache_salt, **options)
@@ -142,7 +149,7 @@ class Service:
             request_id=request_id if request_id is not None else str(next(self._numbers)),
             text=prompt.text,
             prompt=ids,
-            params=params,
+            params=copy(params),  # the caller may go on changing theirs
             wire=self._wire(params),
             options=checked,
             prompt_embeds=embeds,
@@ -155,9 +162,9 @@ class Service:
         return mailbox
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
-        """A conversation as a prompt of token ids; options of `Tokenizer.apply_chat_template`."""
-        ids = self.need_tokenizer("chat").apply_chat_template(messages, **options)
-        return Prompt(ids=token_ids(ids))
+        """A conversation as a prompt; options of `Tokenizer.render_chat`."""
+        text, ids = self.need_tokenizer("chat").render_chat(messages, max_tokens=self.max_model_len, **options)
+        return Prompt(text, token_ids(ids))
 
     def _check_ids(self, ids: Any) -> None:
         vocab, highest = int(self.resolved["vocab_size"]), int(ids.max())
@@ -177,27 +184,25 @@ class Service:
 
     def _wire(self, params: SamplingParams) -> dict[str, Any]:
         """Parameters as the engine takes them: words as ids, and without what only the text side reads."""
-        if self._wire_of is not None and self._wire_of[0] is params:
-            return self._wire_of[1]
-        words = params.bad_words_token_ids
-        if params.bad_words:
-            words = (*(words or ()), *self.need_tokenizer("bad_words").bad_word_ids(params.bad_words))
-        if params.stop and params.detokenize:
+        if params.stop:
+            if not params.detokenize:
+                raise ValidationError("stop", "needs detokenize=True; use stop_token_ids without text")
             self.need_tokenizer("stop (a string)")
-        if params.stop and not params.detokenize:
-            raise ValidationError("stop", "needs detokenize=True; use stop_token_ids without text")
         params.check_model(int(self.resolved["vocab_size"]))
-        engine_side = replace(params, bad_words=None, bad_words_token_ids=words, stop=None)
-        engine_side.check_model(int(self.resolved["vocab_size"]))
-        wire = engine_side.to_wire()
-        self._wire_of = (params, wire)
+        if params.bad_words:
+            words = self.need_tokenizer("bad_words").bad_word_ids(params.bad_words)
+            params = replace(params, bad_words=None, bad_words_token_ids=(*(params.bad_words_token_ids or ()), *words))
+        wire = params.to_wire()
+        wire.pop("stop", None)
         return wire
 
 
 def make_supervisor(config: EngineConfig) -> Supervisor:
     """A supervisor of one engine process, not started yet."""
+    # What a custom op's module is imported by: the paths of this program.
+    paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
     return Supervisor(
-        [ChildSpec("engine 0", "wavecore.engine_core", config.to_json())],
+        [ChildSpec("engine 0", "wavecore.engine_core", config.to_json(), env=paths)],
         runtime_dir=config.runtime_dir,
         address=config.address,
         limits=Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout),
@@ -208,6 +213,4 @@ def _tokenizer(resolved: Mapping[str, Any]) -> Tokenizer | None:
     path = resolved.get("tokenizer") or resolved.get("model_path")
     if resolved.get("skip_tokenizer_init") or not path:  # a scripted model has no files
         return None
-    if not Path(path).expanduser().exists():
-        raise ConfigError(f"tokenizer: {path} is not on this machine; name a folder or a tokenizer.json")
     return load_tokenizer(path)

@@ -16,16 +16,19 @@ class StopStrings:
         found: the stop string that ended the text, None so far.
     """
 
-    __slots__ = ("_held", "_include", "_stops", "found")
+    __slots__ = ("_firsts", "_held", "_include", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self._stops = tuple(stops)
+        self._firsts = frozenset(stop[0] for stop in stops)
         self._include = include
         self._held = ""
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
         """Text that may be shown now; after a stop string is found, the last of it."""
+        if not self._held and self._firsts.isdisjoint(text):  # nearly every call
+            return text
         text = self._held + text
         match: tuple[int, int, str] | None = None
         for stop in self._stops:

@@ -12,11 +12,13 @@ from typing import Any
 
 import tokenizers
 
+from wavecore.engine_core.bounds import token_ids
 from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.frontend.chat import (
     ContentMarker,
     check_messages,
     check_template_kwargs,
+    cut_behind,
     map_strings,
     pick_marker,
 )
@@ -30,7 +32,16 @@ from wavecore.frontend.detokenizer import (
 )
 from wavecore.transport.errors import NotSupportedError, ValidationError
 
+MAX_DECODE = 1 << 24  # ids in one call
 MAX_TOKEN_CHARACTERS = 256  # longest run of characters that one token may stand for, for refusing huge texts unread
+
+
+class Encoded(dict[str, Any]):
+    """What calling a tokenizer gives."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
 
 
 @dataclass(frozen=True)
@@ -72,20 +83,54 @@ class Tokenizer:
         before, after = self._around if add_special_tokens else ([], [])
         return [*before, *ids, *after]
 
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
+        """`tokenizer(text)["input_ids"]` and `.input_ids`, as in transformers."""
+        if isinstance(text, str):
+            return Encoded(input_ids=self.encode(text, add_special_tokens))
+        return Encoded(input_ids=[self.encode(t, add_special_tokens) for t in text])
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **chat_template_kwargs: Any,
+    ) -> Any:
+        """Prompt of a conversation, as in transformers: token ids, or its text with `tokenize=False`."""
+        text, ids = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return ids if tokenize else text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Prompt of a conversation: token ids, or its text with `tokenize=False`.
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+    ) -> tuple[str, list[int]]:
+        """Text and token ids of a conversation; the text of special tokens in contents is plain text in the ids.
 
-        The text of special tokens in contents becomes plain text in the ids.
+        Args:
+            add_generation_prompt: open the assistant's turn.
+            continue_final_message: end inside the last message instead, so that the answer continues it.
+            chat_template: jinja2 source in place of the model's.
+            tools: descriptions of functions, for templates that show them.
+            max_tokens: refuse what is certainly longer before it is encoded.
+            chat_template_kwargs: variables for the template: texts, numbers, true or false.
 
         Raises:
             ValidationError: malformed messages, or the template refused them.
@@ -96,27 +141,28 @@ class Tokenizer:
             raise NotSupportedError(
                 f"{self.origin} has no chat template; give one as chat_template=, or use generate() with a whole prompt"
             )
-        if continue_final_message and add_generation_prompt:
-            add_generation_prompt = False
         checked = check_messages(messages)
+        seen: list[str] = []
+        map_strings([checked, tools], seen.append)
+        marker = pick_marker(seen)
+
+        def mark(text: str) -> str:
+            return self._marker.mark(text, marker)
+
+        marked = [{**map_strings(message, mark), "role": message["role"]} for message in checked]
         variables = {
             **self.named_tokens,
-            **check_template_kwargs(kwargs),
-            "tools": list(tools) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
+            **check_template_kwargs(chat_template_kwargs or {}),
+            "messages": marked,
+            "tools": map_strings(tools, mark) if tools else None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        if not tokenize:
-            return _cut_final(template.render({**variables, "messages": checked}), checked, continue_final_message)
-        seen: list[str] = []
-        map_strings([checked, variables["tools"]], seen.append)
-        marker = pick_marker(seen)
-        marked = [
-            {**map_strings(message, lambda text: self._marker.mark(text, marker)), "role": message["role"]}
-            for message in checked
-        ]
-        variables["tools"] = map_strings(variables["tools"], lambda text: self._marker.mark(text, marker))
-        text = _cut_final(template.render({**variables, "messages": marked}), marked, continue_final_message)
-        return self._encode_marked(text, marker)
+        text = template.render(variables)
+        if continue_final_message:
+            text = cut_behind(text, marked[-1]["content"])
+        if max_tokens is not None:
+            self.check_length(text, max_tokens)
+        return text.replace(marker, ""), self._encode_marked(text, marker)
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Refuse a text that cannot fit, before the time to encode it is spent.
@@ -142,7 +188,12 @@ class Tokenizer:
     # --- ids to text ---------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Text of token ids; ids without a token are skipped.
+
+        Raises:
+            ValidationError: no list of token ids.
+        """
+        return self.backend.decode(list(token_ids("ids", ids, MAX_DECODE)), skip_special_tokens=skip_special_tokens)
 
     def decode_token(self, token: int) -> str:
         """One token on its own, special tokens included, as logprobs show it."""
@@ -180,6 +231,14 @@ class Tokenizer:
     @property
     def bos_token_id(self) -> int | None:
         return self._named_id("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.named_tokens.get("eos_token")
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.named_tokens.get("bos_token")
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -220,14 +279,3 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeError, TypeError) as error:
             raise ValidationError("prompt", f"is not valid Unicode text: {error!s:.200}") from error
-
-
-def _cut_final(text: str, messages: Sequence[Mapping[str, Any]], continue_final: bool) -> str:
-    """With `continue_final_message`, the prompt ends where the last message's content ends."""
-    if not continue_final:
-        return text
-    content = str(messages[-1]["content"]).strip()
-    at = text.rfind(content)
-    if not content or at < 0:
-        raise ValidationError("messages", "continue_final_message needs a last message whose content the template shows")
-    return text[: at + len(content)]

@@ -35,6 +35,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         NotSupportedError: a kind of tokenizer that is not supported.
     """
     path = Path(path).expanduser()
+    if not path.exists():
+        raise ModelError(f"tokenizer {path} does not exist; name a folder, a tokenizer.json or a .gguf file")
     if path.suffix == ".gguf":
         return _from_gguf(path)
     folder = path if path.is_dir() else path.parent
@@ -65,7 +67,12 @@ def _from_gguf(path: Path) -> Tokenizer:
     backend = tokenizer_from_gguf(str(path), metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     named = {}
-    for ours, theirs in {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}.items():
+    for ours, theirs in {
+        "bos_token": "bos",
+        "eos_token": "eos",
+        "unk_token": "unknown",
+        "pad_token": "padding",
+    }.items():
         index = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
         if type(index) is int and 0 <= index < len(tokens):
             named[ours] = tokens[index]
@@ -77,7 +84,7 @@ def _from_transformers(folder: Path, config: Mapping[str, Any]) -> tokenizers.To
     """Convert an older form (a SentencePiece or vocab.json + merges.txt) with transformers, which loads torch."""
     if "auto_map" in config:
         raise ModelError(f"{folder}: its tokenizer is code that came with the model (auto_map), which is never run")
-    if not folder.is_dir() or not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
+    if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
         raise ModelError(f"{folder} holds no tokenizer; give one with tokenizer=FOLDER or skip_tokenizer_init=True")
     from transformers import AutoTokenizer
 

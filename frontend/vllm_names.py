@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from wavecore.engine_core import custom_ops
 from wavecore.engine_core.config import EngineConfig
 from wavecore.transport.errors import ConfigError, NotSupportedError
 
@@ -21,6 +23,7 @@ RENAMED = {
     "model_path": "model",
     "scheduler_policy": "scheduling_policy",
 }
+DTYPES = {"half": "float16", "float": "float32"}
 # Settings of vLLM that may be given with a value that asks for nothing: name -> those values
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
@@ -92,6 +95,7 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
     """
     known = {f.name for f in fields(EngineConfig)}
     settings: dict[str, Any] = {}
+    values = {**values, **({"dtype": DTYPES[values["dtype"]]} if values.get("dtype") in DTYPES else {})}
     for given, value in values.items():
         name = RENAMED.get(given, given)
         if name in known:
@@ -104,10 +108,16 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else "; see EngineConfig for all settings"
             raise ConfigError(f"unknown setting {name}{hint}")
-    try:
-        return EngineConfig(**settings)
-    except TypeError as error:
-        raise ConfigError(f"a setting has a value of the wrong type: {error}") from error
+    if custom_ops.registered:
+        settings["custom_ops"] = {**custom_ops.registered, **(settings.get("custom_ops") or {})}
+    plain: dict[str, Any] = {name: str(v) if isinstance(v, Path) else v for name, v in settings.items()}
+    return EngineConfig(**plain)
+
+
+def refuse_flag(name: str) -> NotSupportedError | None:
+    """The error for a command line flag of vLLM that is not here; None for a name nobody knows."""
+    known = name in HARMLESS or name in WAYS_OUT
+    return NotSupportedError(f"--{name}: {WAYS_OUT.get(name, 'not supported in this version')}") if known else None
 
 
 def refuse_method(name: str) -> NotSupportedError | None:

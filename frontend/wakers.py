@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
+import weakref
 from collections.abc import Sequence
 
 from wavecore.frontend.mailbox import Mailbox
+
+TASKS_A_TURN = 32  # woken in one turn of a loop: hundreds of streams must not hold up whatever else runs in it
 
 
 class QueueWaker:
@@ -31,7 +35,7 @@ class LoopWaker:
     """For tasks of one event loop: one call into the loop a step, however many streams it runs."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = weakref.ref(loop)  # waiters keep their loop alive, this must not
         self._events: dict[Mailbox, asyncio.Event] = {}
 
     def event(self, mailbox: Mailbox) -> asyncio.Event:
@@ -45,11 +49,15 @@ class LoopWaker:
         return len(self._events)
 
     def wake(self, mailboxes: Sequence[Mailbox]) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._set, mailboxes)
+        loop = self._loop()
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it was closed: nobody waits there any more
+                loop.call_soon_threadsafe(self._set, loop, mailboxes)
 
-    def _set(self, mailboxes: Sequence[Mailbox]) -> None:
-        for mailbox in mailboxes:
+    def _set(self, loop: asyncio.AbstractEventLoop, mailboxes: Sequence[Mailbox]) -> None:
+        if len(mailboxes) > TASKS_A_TURN:
+            loop.call_soon(self._set, loop, mailboxes[TASKS_A_TURN:])
+        for mailbox in mailboxes[:TASKS_A_TURN]:
             event = self._events.get(mailbox)
             if event is not None:
                 event.set()

@@ -1,45 +1,23 @@
 """Split-KV attention for rows with one query token, balanced over the GPU whatever the mix of lengths.
 
-A row's keys are cut into tiles and its tiles into tasks of one common size, chosen on the device so that there are
-about as many tasks as the GPU runs at once. The task map is made once a step and read by every layer. A task
-handles one key head for the whole group of query heads that share it (packed into the rows of the matrix product).
-A row with one task writes its output; others leave float32 partials, which a second kernel merges.
+A program walks over the rows in its range of the step's tiles (`attention_ranges`), for one key head and the whole
+group of query heads that share it, packed into the rows of the matrix product. A row inside one range is written at
+once; a row cut by a border leaves float32 partials, at most two a program, which a second kernel merges.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from wavecore.kernels.attention_ranges import ROW_COST, Ranges, make_ranges
 from wavecore.kernels.attention_tile import LOG2E, load_tile, softmax_step
 from wavecore.kernels.batch import Batch
 from wavecore.kernels.device import num_multiprocessors
 
-TASKS_PER_MULTIPROCESSOR = 4
 MERGE_BLOCK = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _TaskMap:
-    """Device tensors of the step's tasks, and room for their partial results.
-
-    Attributes:
-        task_row, task_split: int32 [tasks], which row, which of its splits.
-        first_task: int32 [R + 1].
-        chunk: int32 [1], tiles a task.
-        partial: float32 [tasks, Hq, D]; weight_log: float32 [tasks, Hq], log2 of the sum of exponentials.
-    """
-
-    task_row: Tensor
-    task_split: Tensor
-    first_task: Tensor
-    chunk: Tensor
-    partial: Tensor
-    weight_log: Tensor
 
 
 def decode_attention(
@@ -57,26 +35,26 @@ def decode_attention(
     tokens, heads, dim = q.shape
     _, num_layers, _, kv_heads, page_size, _ = pages.shape
     rows = len(batch.seq_lens)
-    tile, warps, stages = _shape(dim, q.dtype)
-    key = ("decode_tasks", window, heads, tile)
+    tile, warps, stages, resident = _shape(dim, q.dtype)
+    key = ("decode_ranges", window, heads, tile)
     if key not in batch.shared:
-        batch.shared[key] = _map_tasks(batch, kv_heads, heads, dim, window, tile)
-    tasks: _TaskMap = batch.shared[key]
+        programs = max(1, num_multiprocessors(q.device) * resident // kv_heads)
+        batch.shared[key] = make_ranges(batch, programs, heads, dim, window, tile)
+    ranges: Ranges = batch.shared[key]
     block_d = triton.next_power_of_2(dim)
-    _decode[(len(tasks.task_row), kv_heads)](
+    _decode[(len(ranges.first_row), kv_heads)](
         q,
         pages,
         batch.block_tables,
         batch.block_tables.stride(0),
         batch.query_start,
         batch.seq_lens,
-        tasks.task_row,
-        tasks.task_split,
-        tasks.first_task,
-        tasks.chunk,
+        ranges.tile_start,
+        ranges.first_row,
+        ranges.size,
         out,
-        tasks.partial,
-        tasks.weight_log,
+        ranges.partial,
+        ranges.weight_log,
         layer,
         num_layers,
         rows,
@@ -91,14 +69,16 @@ def decode_attention(
         BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK_D=block_d,
         TILE=tile,
+        ROW_COST=ROW_COST,
         num_warps=warps,
         num_stages=stages,
     )
     _merge[(max(rows, tokens) if zero_padding else rows, heads)](
         batch.query_start,
-        tasks.first_task,
-        tasks.partial,
-        tasks.weight_log,
+        ranges.tile_start,
+        ranges.size,
+        ranges.partial,
+        ranges.weight_log,
         out,
         rows,
         tokens,
@@ -106,84 +86,22 @@ def decode_attention(
         HQ=heads,
         DIM=dim,
         BLOCK_D=block_d,
-        BLOCK_S=MERGE_BLOCK,
+        BLOCK_P=MERGE_BLOCK,
+        ROW_COST=ROW_COST,
         num_warps=1 if dim <= 128 else 2,
     )
 
 
-def _shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Keys a tile, warps, stages. Loads go through the block table, so 5 stages keep two tiles in flight."""
+def _shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Keys a tile, warps, stages, and how many programs fit a multiprocessor (registers and shared memory of sm_90).
+
+    Loads go through the block table, so that 5 stages keep two tiles in flight.
+    """
     if dtype == torch.float32:
-        return (32, 4, 2) if dim <= 128 else (16, 4, 2)
-    return (64, 4, 5) if dim <= 128 else (32, 4, 5)
-
-
-def _map_tasks(batch: Batch, kv_heads: int, heads: int, dim: int, window: int, tile: int) -> _TaskMap:
-    device, rows = batch.seq_lens.device, len(batch.seq_lens)
-    target = max(1, num_multiprocessors(device) * TASKS_PER_MULTIPROCESSOR // kv_heads)
-    tasks = target + rows  # rounding up gives each row at most one task more than its share
-
-    def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    made = _TaskMap(
-        task_row=room(tasks),
-        task_split=room(tasks),
-        first_task=room(rows + 1),
-        chunk=room(1),
-        partial=room(tasks, heads, dim, dtype=torch.float32),
-        weight_log=room(tasks, heads, dtype=torch.float32),
-    )
-    _make_tasks[(1,)](
-        batch.query_start,
-        batch.seq_lens,
-        made.task_row,
-        made.task_split,
-        made.first_task,
-        made.chunk,
-        rows,
-        target,
-        WINDOW=window,
-        TILE=tile,
-        BLOCK_R=triton.next_power_of_2(rows),
-        num_warps=4,
-    )
-    return made
-
-
-@triton.jit(do_not_specialize=["num_rows", "target"])
-def _make_tasks(
-    query_start_ptr,
-    seq_lens_ptr,
-    task_row_ptr,
-    task_split_ptr,
-    first_task_ptr,
-    chunk_ptr,
-    num_rows,
-    target,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    row = tl.arange(0, BLOCK_R)
-    inside = row < num_rows
-    length = tl.load(seq_lens_ptr + row, mask=inside, other=0)
-    begin = tl.load(query_start_ptr + row, mask=inside, other=0)
-    end = tl.load(query_start_ptr + row + 1, mask=inside, other=0)
-    tiles = (length + TILE - 1) // TILE
-    if WINDOW:
-        tiles -= tl.maximum(length - WINDOW, 0) // TILE
-    tiles = tl.where(end - begin == 1, tiles, 0)
-    chunk = tl.maximum((tl.sum(tiles) + target - 1) // target, 1)
-    splits = (tiles + chunk - 1) // chunk
-    last = tl.cumsum(splits)
-    first = last - splits
-    tl.store(first_task_ptr + row, first, mask=inside)
-    tl.store(first_task_ptr + num_rows, tl.sum(splits))
-    tl.store(chunk_ptr, chunk)
-    for split in range(0, tl.max(splits)):
-        tl.store(task_row_ptr + first + split, row, mask=split < splits)
-        tl.store(task_split_ptr + first + split, split, mask=split < splits)
+        return (32, 4, 2, 2) if dim <= 128 else (16, 4, 2, 2)
+    if dim <= 64:
+        return 64, 4, 5, 4
+    return (64, 4, 5, 2) if dim <= 128 else (32, 4, 5, 2)
 
 
 @triton.jit(do_not_specialize=["layer", "num_layers", "num_rows"])
@@ -194,10 +112,9 @@ def _decode(
     table_stride,
     query_start_ptr,
     seq_lens_ptr,
-    task_row_ptr,
-    task_split_ptr,
-    first_task_ptr,
-    chunk_ptr,
+    tile_start_ptr,
+    first_row_ptr,
+    size_ptr,
     out_ptr,
     partial_ptr,
     weight_log_ptr,
@@ -215,59 +132,70 @@ def _decode(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
+    ROW_COST: tl.constexpr,
 ):
-    task = tl.program_id(0)
+    program = tl.program_id(0)
     kv_head = tl.program_id(1)
-    if task >= tl.load(first_task_ptr + num_rows):
+    size = tl.load(size_ptr)
+    range_begin = program * size
+    range_end = tl.minimum(range_begin + size, tl.load(tile_start_ptr + num_rows))
+    if range_begin >= range_end:
         return
-    row = tl.load(task_row_ptr + task)
-    split = tl.load(task_split_ptr + task)
-    chunk = tl.load(chunk_ptr)
-    length = tl.load(seq_lens_ptr + row)
-    first_key = 0
-    if WINDOW:
-        first_key = tl.maximum(length - WINDOW, 0)
-    begin = (first_key // TILE + split * chunk) * TILE
-    end = tl.minimum(begin + chunk * TILE, length)
 
     GROUP: tl.constexpr = HQ // HKV
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     here = (g < GROUP)[:, None] & (d < DIM)[None, :]
-    token = tl.load(query_start_ptr + row).to(tl.int64)
-    head = (kv_head * GROUP + g)[:, None]
-    q = tl.load(q_ptr + (token * HQ + head) * DIM + d[None, :], mask=here, other=0.0)
-
+    head = kv_head * GROUP + g
     page_stride = num_layers.to(tl.int64) * (2 * HKV * PAGE * DIM)
     k_offset = (layer.to(tl.int64) * (2 * HKV) + kv_head) * (PAGE * DIM)
     v_offset = k_offset + HKV * PAGE * DIM
-    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    for start in range(begin, end, TILE):
-        key = start + tl.arange(0, TILE)
-        visible = (key < end) & (key >= first_key)  # never empty: a task's tiles all hold visible keys
-        k = load_tile(pages_ptr, table_ptr, k_offset, page_stride, key, visible, True, PAGE, DIM, BLOCK_D)
-        v = load_tile(pages_ptr, table_ptr, v_offset, page_stride, key, visible, True, PAGE, DIM, BLOCK_D)
-        acc, peak, total = softmax_step(
-            q, k, v, acc, peak, total, visible[None, :], scale, soft_cap, HAS_CAP, True, GUARD=False
-        )
 
-    acc = acc / total[:, None]
-    first = tl.load(first_task_ptr + row)
-    if tl.load(first_task_ptr + row + 1) - first == 1:
-        tl.store(out_ptr + (token * HQ + head) * DIM + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=here)
-    else:
-        place = task.to(tl.int64) * HQ + kv_head * GROUP + g
-        tl.store(partial_ptr + place[:, None] * DIM + d[None, :], acc, mask=here)
-        tl.store(weight_log_ptr + place, peak + tl.log2(total), mask=g < GROUP)
+    row = tl.load(first_row_ptr + program)
+    at = range_begin
+    while at < range_end:
+        row_begin = tl.load(tile_start_ptr + row) + ROW_COST
+        row_end = tl.load(tile_start_ptr + row + 1)
+        at = tl.maximum(at, row_begin)
+        stop = tl.minimum(row_end, range_end)
+        if stop > at:  # rows without tiles (prefill, padding, length 0) lie between
+            length = tl.load(seq_lens_ptr + row)
+            token = tl.load(query_start_ptr + row).to(tl.int64)
+            place = ((token * HQ + head) * DIM)[:, None] + d[None, :]
+            q = tl.load(q_ptr + place, mask=here, other=0.0)
+            table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+            first_key = 0
+            if WINDOW:
+                first_key = tl.maximum(length - WINDOW, 0)
+            tile_offset = first_key // TILE - row_begin
+            acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+            peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_G], tl.float32)
+            for tile in range(at, stop):
+                key = (tile + tile_offset) * TILE + tl.arange(0, TILE)
+                visible = (key < length) & (key >= first_key)  # never empty: every tile of a row holds such keys
+                k = load_tile(pages_ptr, table_ptr, k_offset, page_stride, key, visible, True, PAGE, DIM, BLOCK_D)
+                v = load_tile(pages_ptr, table_ptr, v_offset, page_stride, key, visible, True, PAGE, DIM, BLOCK_D)
+                acc, peak, total = softmax_step(
+                    q, k, v, acc, peak, total, visible[None, :], scale, soft_cap, HAS_CAP, True, GUARD=False
+                )
+            acc = acc / total[:, None]
+            if (at == row_begin) & (stop == row_end):
+                tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=here)
+            else:
+                slot = 2 * program + (at > range_begin).to(tl.int32)
+                partial = slot.to(tl.int64) * HQ + head
+                tl.store(partial_ptr + (partial * DIM)[:, None] + d[None, :], acc, mask=here)
+                tl.store(weight_log_ptr + partial, peak + tl.log2(total), mask=g < GROUP)
+        at = tl.maximum(range_begin, row_end)
+        row += 1
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _merge(
     query_start_ptr,
-    first_task_ptr,
+    tile_start_ptr,
+    size_ptr,
     partial_ptr,
     weight_log_ptr,
     out_ptr,
@@ -277,7 +205,8 @@ def _merge(
     HQ: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    ROW_COST: tl.constexpr,
 ):
     index = tl.program_id(0)
     head = tl.program_id(1)
@@ -290,25 +219,28 @@ def _merge(
     if index >= num_rows:
         return
     token = tl.load(query_start_ptr + index)
-    if tl.load(query_start_ptr + index + 1) - token != 1:
+    after = tl.load(query_start_ptr + index + 1)
+    begin = tl.load(tile_start_ptr + index) + ROW_COST
+    end = tl.load(tile_start_ptr + index + 1)
+    size = tl.load(size_ptr)
+    first = begin // size
+    last = tl.where(end > begin, (end - 1) // size, first - 1)  # a row of length 0 has no range: zero remains
+    if (after - token != 1) | (first == last):
         return
-    first = tl.load(first_task_ptr + index)
-    last = tl.load(first_task_ptr + index + 1)
-    if last - first == 1:
-        return
-    acc = tl.zeros([BLOCK_D], tl.float32)  # stays zero for a row of length 0, which has no task
+    acc = tl.zeros([BLOCK_D], tl.float32)
     peak = float("-inf")
     total = 0.0
-    for start in range(first, last, BLOCK_S):
-        task = start + tl.arange(0, BLOCK_S)
-        there = task < last
-        place = task.to(tl.int64) * HQ + head
+    for start in range(first, last + 1, BLOCK_P):
+        program = start + tl.arange(0, BLOCK_P)
+        there = program <= last
+        slot = 2 * program + (begin > program * size).to(tl.int32)  # only the first range can begin with another row
+        place = slot.to(tl.int64) * HQ + head
         weight_log = tl.load(weight_log_ptr + place, mask=there, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(weight_log))
         weight = tl.exp2(weight_log - new_peak)
         shrink = tl.exp2(peak - new_peak)
         mask = there[:, None] & (d < DIM)[None, :]
-        part = tl.load(partial_ptr + place[:, None] * DIM + d[None, :], mask=mask, other=0.0)
+        part = tl.load(partial_ptr + (place * DIM)[:, None] + d[None, :], mask=mask, other=0.0)
         acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
         total = total * shrink + tl.sum(weight)
         peak = new_peak

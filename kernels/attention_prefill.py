@@ -23,7 +23,9 @@ def prefill_attention(
     _, num_layers, _, kv_heads, page_size, _ = pages.shape
     rows = len(batch.seq_lens)
     block_m, block_n, warps, stages = _shape(dim, q.dtype)
-    block_q = block_m // (heads // kv_heads)
+    group = heads // kv_heads
+    block_m = max(block_m, triton.next_power_of_2(group))
+    block_q = block_m // group
     _prefill[(tokens // block_q + rows + 1, kv_heads)](
         q,
         pages,
@@ -36,6 +38,7 @@ def prefill_attention(
         num_layers,
         rows,
         tokens,
+        rows.bit_length(),
         scale * LOG2E,
         soft_cap * LOG2E,
         HAS_CAP=soft_cap != 0.0,
@@ -48,7 +51,6 @@ def prefill_attention(
         BLOCK_Q=block_q,
         BLOCK_N=block_n,
         BLOCK_D=triton.next_power_of_2(dim),
-        SEARCH_STEPS=rows.bit_length(),
         num_warps=warps,
         num_stages=stages,
     )
@@ -61,7 +63,7 @@ def _shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     return (128, 64, 4, 3) if dim <= 128 else (64, 64, 8, 2)
 
 
-@triton.jit(do_not_specialize=["layer", "num_layers", "num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["layer", "num_layers", "num_rows", "num_tokens", "search_steps"])
 def _prefill(
     q_ptr,
     pages_ptr,
@@ -74,6 +76,7 @@ def _prefill(
     num_layers,
     num_rows,
     num_tokens,
+    search_steps,
     scale,
     soft_cap,
     HAS_CAP: tl.constexpr,
@@ -86,7 +89,6 @@ def _prefill(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
 ):
     # Later blocks of a row see more keys: start them first, so that the last programs to start are short.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -106,9 +108,9 @@ def _prefill(
         tl.store(place, zeros, mask=padding[:, None] & (d < DIM)[None, :])
         return
 
-    row = 0  # the last row whose programs start at or before this one
+    row = tl.full([], 0, tl.int32)  # becomes the last row whose programs start at or before this one
     high = num_rows - 1
-    for _ in range(SEARCH_STEPS):
+    for _ in range(search_steps):
         middle = (row + high + 1) // 2
         starts = tl.load(query_start_ptr + middle) // BLOCK_Q + middle
         row = tl.where(starts <= program, middle, row)

@@ -39,14 +39,14 @@ def prepare_batch(
         count,
         tokens,
         token_programs,
+        count.bit_length(),
         PAGE=page_size,
-        SEARCH_STEPS=count.bit_length(),
         BLOCK=BLOCK,
     )
     return view_batch(rows, buffers)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "token_programs"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "token_programs", "search_steps"])
 def _prepare(
     slots_ptr,
     starts_ptr,
@@ -66,8 +66,8 @@ def _prepare(
     num_rows,
     num_tokens,
     token_programs,
+    search_steps,
     PAGE: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -77,7 +77,7 @@ def _prepare(
         inside = token < num_tokens
         low = tl.zeros([BLOCK], tl.int32)  # number of rows that end at or before the token
         high = tl.zeros([BLOCK], tl.int32) + num_rows
-        for _ in range(SEARCH_STEPS):
+        for _ in range(search_steps):
             middle = (low + high) // 2
             searching = low < high
             end = tl.load(query_start_ptr + 1 + middle, mask=searching, other=0)

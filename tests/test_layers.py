@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("frontend", "engine_core", "parallel", "kernels", "transport")
 MAY_IMPORT = {
-    "frontend": ("transport", "engine_core.config", "engine_core.sampling_params", "engine_core.gguf_file"),
+    "frontend": (
+        "transport",
+        *(f"engine_core.{name}" for name in ("config", "sampling_params", "bounds", "custom_ops", "gguf_file")),
+    ),
     "engine_core": ("transport", "parallel", "kernels"),
     "parallel": ("transport", "kernels"),
     "kernels": (),

@@ -169,8 +169,8 @@ class ClientLink:
                     return True
             except ProtocolError as error:
                 self._complaints.add("bad frame from an engine", error)
-        if self._inbox.report_due:
-            self._ping()
+            if self._inbox.report_due:
+                self._ping()
         return False
 
     def watch(self) -> None:
@@ -249,6 +249,7 @@ class ClientLink:
         return False
 
     def _renew(self) -> bool:
+        self._down("the engine holds no session of this client any more")
         self.close()
         self._open()
         return True
@@ -268,15 +269,20 @@ class ClientLink:
             self._emit(message)
             return
         frames = self._partial.setdefault(message.call, [])
-        frames.extend(message.frames)
-        size = sum(len(frame.buffer) for frame in frames)
-        if message.last:
-            del self._partial[message.call]
-            if size > MAX_RESULT_BYTES:
-                text = f"the result of call {message.call} has {size} bytes, {MAX_RESULT_BYTES} at most"
-                message = replace(message, value=None, error_code=MessageTooLarge.code, error=text)
-                frames = []
-            self._emit(replace(message, frames=tuple(frames)))
+        if _size(frames) <= MAX_RESULT_BYTES:
+            frames.extend(message.frames)
+        if not message.last:
+            return
+        del self._partial[message.call]
+        if _size(frames) > MAX_RESULT_BYTES:
+            text = f"the result of call {message.call} is larger than {MAX_RESULT_BYTES} bytes"
+            message = replace(message, value=None, error_code=MessageTooLarge.code, error=text)
+            frames = []
+        self._emit(replace(message, frames=tuple(frames)))
+
+
+def _size(frames: list[TensorFrame]) -> int:
+    return sum(len(frame.buffer) for frame in frames)
 
 
 def _send(socket: zmq.Socket[bytes], frames: Frames) -> bool:

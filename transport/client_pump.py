@@ -85,7 +85,7 @@ class ClientPump:
         """
         link = self._links.get(index)
         if link is None:
-            raise EngineDead(f"engine {index} has not answered yet: wait for it to be ready")
+            raise EngineDead(f"engine {index} is not connected")
         session = link.send(message)
         self._waker.wake()
         return session
@@ -107,25 +107,28 @@ class ClientPump:
     def _run(self) -> None:
         try:
             self._loop()
-        except BaseException:
+        except Exception as error:  # nobody may wait for events that cannot come
             log.exception("the IO thread failed")
-            raise
+            for index in list(self._links):
+                self._emit(index, Disconnected(f"the client's IO thread failed: {error}"))
         finally:
-            for link in self._living():
+            links = self._living()
+            self._links = {}
+            for link in links:
                 link.close(linger_ms=500)
             self._context.term()
             self._waker.close()
 
     def _living(self) -> list[ClientLink]:
-        return [link for link in self._links.values() if link is not None]
+        # list() first: `connect` may add an entry in another thread meanwhile
+        return [link for link in list(self._links.values()) if link is not None]
 
     def _loop(self) -> None:
         next_tick = time.monotonic() + TICK_SECONDS
         while True:
             poller = zmq.Poller()
             poller.register(self._waker.fd, zmq.POLLIN)
-            links = self._living()
-            for link in links:
+            for link in self._living():
                 poller.register(link.dealer, zmq.POLLIN)
                 poller.register(link.monitor.channel, zmq.POLLIN)
                 if link.blocked:

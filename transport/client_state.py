@@ -29,13 +29,16 @@ class Limits:
         clients: attached at once.
         messages, bytes: sent to one client and not acknowledged; more waits, merged.
         waiting_bytes: merged output that waits; a client that needs more is dropped.
-        stalled_ticks: a client is dropped after so many seconds without acknowledging anything while output waits.
+        absent_ticks, silent_ticks, stalled_ticks: a client is dropped after so many seconds without a connection,
+            without a word, without acknowledging anything while output waits.
     """
 
     clients: int = 1000
     messages: int = 256
     bytes: int = 32 << 20
     waiting_bytes: int = 256 << 20
+    absent_ticks: int = 5
+    silent_ticks: int = 10
     stalled_ticks: int = 10
 
 
@@ -50,6 +53,7 @@ class ClientState:
         self._results: deque[Result] = deque()
         self._waiting_bytes = 0
         self._silent_ticks = 0
+        self._absent_ticks = 0
         self._stalled_ticks = 0
 
     @property
@@ -72,12 +76,15 @@ class ClientState:
         if self._outbox.acknowledge(seen, gap, now):
             self._stalled_ticks = 0
 
-    def tick(self, silent_ticks: int) -> str:
+    def tick(self, connected: bool) -> str:
         """One second went by. Returns why the client must be dropped, or nothing."""
         self._silent_ticks += 1
+        self._absent_ticks = 0 if connected else self._absent_ticks + 1
         self._stalled_ticks = self._stalled_ticks + 1 if self._outbox.full else 0
-        if self._silent_ticks > silent_ticks:
-            return f"it was silent for {silent_ticks} s"
+        if self._absent_ticks > self._limits.absent_ticks:
+            return f"it disconnected and did not come back for {self._limits.absent_ticks} s"
+        if self._silent_ticks > self._limits.silent_ticks:
+            return f"it was silent for {self._limits.silent_ticks} s"
         if self._stalled_ticks > self._limits.stalled_ticks:
             return f"it read nothing for {self._limits.stalled_ticks} s while output waited"
         return ""

@@ -19,9 +19,10 @@ from typing import Any
 
 import msgpack
 
-from wavecore.transport import messages, schema
+from wavecore.transport import messages
 from wavecore.transport.errors import MessageTooLarge, ProtocolError
-from wavecore.transport.schema import TensorReader, TensorWriter
+from wavecore.transport.schema import FIELDS, has_default
+from wavecore.transport.tensors import ZERO_COPY_BYTES, TensorReader, TensorWriter
 
 Buffer = bytes | memoryview
 Frames = list[Buffer]
@@ -29,32 +30,12 @@ Frames = list[Buffer]
 MAX_FRAME_BYTES = 104_857_600  # also ZMQ_MAXMSGSIZE: an over-size frame would cut the connection without a word
 MAX_MESSAGE_BYTES = 2 * MAX_FRAME_BYTES  # ZMQ bounds a frame only
 MAX_MAIN_BYTES = 4 << 20  # msgpack can blow up 64-fold in memory (empty lists), so the structured part stays small
-MAX_FRAMES = 2 + MAX_MESSAGE_BYTES // schema.ZERO_COPY_BYTES
+MAX_FRAMES = 2 + MAX_MESSAGE_BYTES // ZERO_COPY_BYTES
 MAX_ITEMS = 1 << 17  # of one array or map
 
-_KINDS = {
-    number: (cls, tuple(schema.FIELDS[cls][field.name] for field in fields(cls)), tuple(f.name for f in fields(cls)))
-    for number, cls in enumerate(
-        (
-            messages.Add,
-            messages.Abort,
-            messages.Utility,
-            messages.Hello,
-            messages.Ping,
-            messages.Ready,
-            messages.Step,
-            messages.Result,
-            messages.Heartbeat,
-            messages.Gone,
-            messages.Dead,
-        ),
-        start=1,
-    )
-}
-_NUMBERS = {cls: number for number, (cls, _, _) in _KINDS.items()}
-_REQUIRED = {
-    number: sum(1 for field in fields(cls) if not schema.has_default(field)) for number, (cls, _, _) in _KINDS.items()
-}
+_CLASSES = tuple(FIELDS)  # kind n on the wire is the n-th of them, from 1
+_NUMBERS = {cls: number for number, cls in enumerate(_CLASSES, start=1)}
+_REQUIRED = {cls: sum(not has_default(field) for field in fields(cls)) for cls in _CLASSES}
 
 
 def encode(message: messages.Message) -> Frames:
@@ -64,24 +45,21 @@ def encode(message: messages.Message) -> Frames:
         MessageTooLarge: over one of the bounds above.
         ProtocolError: a value that the peer would refuse (type, range, depth).
     """
-    number = _NUMBERS[type(message)]
-    _, kinds, names = _KINDS[number]
+    cls = type(message)
     tensors = TensorWriter()
-    row: list[Any] = [messages.PROTOCOL_VERSION, number]
-    for kind, name in zip(kinds, names, strict=True):
+    row: list[Any] = [messages.PROTOCOL_VERSION, _NUMBERS[cls]]
+    for name, kind in FIELDS[cls].items():
         try:
             row.append(kind.write(getattr(message, name), tensors))
         except ProtocolError as error:
-            raise type(error)(f"{type(message).__name__}.{name}: {error}") from None
+            raise type(error)(f"{cls.__name__}.{name}: {error}") from None
     frames: Frames = [msgpack.packb(row), *tensors.frames()]
     if len(frames[0]) > MAX_MAIN_BYTES:
-        raise MessageTooLarge(
-            f"{type(message).__name__}: {len(frames[0])} bytes outside of tensors, {MAX_MAIN_BYTES} at most"
-        )
+        raise MessageTooLarge(f"{cls.__name__}: {len(frames[0])} bytes outside of tensors, {MAX_MAIN_BYTES} at most")
     largest = max(map(len, frames))
     if largest > MAX_FRAME_BYTES or total_bytes(frames) > MAX_MESSAGE_BYTES or len(frames) > MAX_FRAMES:
         raise MessageTooLarge(
-            f"{type(message).__name__}: {total_bytes(frames)} bytes in {len(frames)} frames, the largest {largest}; "
+            f"{cls.__name__}: {total_bytes(frames)} bytes in {len(frames)} frames, the largest {largest}; "
             f"at most {MAX_MESSAGE_BYTES}, {MAX_FRAMES} and {MAX_FRAME_BYTES}: split it"
         )
     return frames
@@ -103,20 +81,21 @@ def decode(frames: Sequence[Buffer]) -> messages.Message:
             f"peer speaks protocol {row[0]!r:.20}, this version {messages.PROTOCOL_VERSION}: use the same version of "
             "wavecore on both sides"
         )
-    number = row[1]
-    if type(number) is not int or number not in _KINDS:
-        raise ProtocolError(f"unknown kind of message {number!r:.20}")
-    cls, kinds, names = _KINDS[number]
-    if not _REQUIRED[number] <= len(row) - 2 <= len(kinds):
+    if type(row[1]) is not int or not 1 <= row[1] <= len(_CLASSES):
+        raise ProtocolError(f"unknown kind of message {row[1]!r:.20}")
+    cls = _CLASSES[row[1] - 1]
+    kinds = FIELDS[cls]
+    if not _REQUIRED[cls] <= len(row) - 2 <= len(kinds):
         raise ProtocolError(f"{cls.__name__} with {len(row) - 2} fields, it has {len(kinds)}")
     tensors = TensorReader(frames[1:])
     values: dict[str, Any] = {}
     try:
-        for kind, name, raw in zip(kinds, names, row[2:], strict=False):
-            values[name] = kind.read(raw, tensors)
+        for (place, kind), raw in zip(kinds.items(), row[2:], strict=False):
+            values[place] = kind.read(raw, tensors)
+        place = "frames"
         tensors.finish()
     except ProtocolError as error:
-        fault = type(error)(f"{cls.__name__}.{next((n for n in names if n not in values), 'frames')}: {error}")
+        fault = type(error)(f"{cls.__name__}.{place}: {error}")
         fault.partial = (cls, values)
         raise fault from None
     message: messages.Message = cls(**values)

@@ -1,4 +1,4 @@
-"""`Columns`, the output of steps for one client: build, measure and merge them."""
+"""`Columns`, the output of steps for one client: build, check, measure and merge them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from wavecore.transport.checks import table
+from wavecore.transport.errors import ProtocolError
 from wavecore.transport.messages import Columns, FinishReason
-from wavecore.transport.schema import FRAME_LISTS
+
+_LAST_REASON = max(FinishReason)
+FRAME_LISTS = ("logprobs", "prompt_logprobs", "pooled")  # extras that are positions in Columns.frames
 
 
 def empty_columns() -> Columns:
@@ -25,6 +29,31 @@ def finish_columns(handles: Iterable[int], reason: FinishReason, code: str = "",
     return Columns(
         rows, np.zeros(len(rows), np.uint32), np.empty(0, np.int32), np.full(len(rows), reason, np.uint8), extras
     )
+
+
+def check_columns(value: Columns) -> None:
+    """Raise ProtocolError unless the columns fit together and extras name rows and frames that are there."""
+    rows = len(value.handles)
+    if len(value.counts) != rows or len(value.finish) != rows or int(value.counts.sum()) != len(value.tokens):
+        raise ProtocolError(
+            f"columns of {rows} handles, {len(value.counts)} counts, {len(value.finish)} finish codes, "
+            f"{len(value.tokens)} tokens for a sum of {int(value.counts.sum())}"
+        )
+    if rows and value.finish.max() > _LAST_REASON:
+        raise ProtocolError(f"unknown finish code {int(value.finish.max())}")
+    if type(value.extras) is not dict:
+        raise ProtocolError("extras must be a map")
+    for index, extra in value.extras.items():
+        if type(index) is not int or not 0 <= index < rows:
+            raise ProtocolError(f"extras for row {index!r:.20} of {rows}")
+        table(extra)
+        for name in FRAME_LISTS:
+            positions = extra.get(name, ())
+            if type(positions) not in (list, tuple):
+                raise ProtocolError(f"{name} must be a list of frames")
+            for position in positions:
+                if type(position) is not int or not 0 <= position < len(value.frames):
+                    raise ProtocolError(f"{name} names frame {position!r:.20} of {len(value.frames)}")
 
 
 def size_of(columns: Columns) -> int:

@@ -78,6 +78,12 @@ class CurveClient:
     server_key: bytes
     pair: KeyPair
 
+    def __post_init__(self) -> None:
+        if len(self.server_key) != 40:
+            raise ConfigError(
+                f"a CURVE server key has 40 characters, not {len(self.server_key)}: {self.server_key!r:.60}"
+            )
+
     @classmethod
     def load(cls, keys_dir: Path, server_key: str) -> Self:
         return cls(server_key.encode(), KeyPair.load(keys_dir / "client.key"))

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from wavecore.transport.errors import StartError
 from wavecore.transport.runtime_dir import is_held
 
@@ -70,7 +72,8 @@ class Deployment:
     """Everything in the file.
 
     Attributes:
-        state: starting, ready (every engine is), degraded, draining, stopped, dead.
+        state: starting, ready, draining, stopped, failed (every engine is), degraded (some do not serve now), or dead
+            (the supervisor is).
         resolved: what the engines resolved at start (model, lengths, block counts).
         started: unix seconds.
     """
@@ -89,6 +92,14 @@ class Deployment:
         values = json.loads(text)
         engines = tuple(_entry(e) for e in values.pop("engines"))
         return cls(engines=engines, **values)
+
+
+def overall(engines: tuple[EngineEntry, ...]) -> str:
+    """The deployment's state while its supervisor lives."""
+    states = {e.state for e in engines}
+    if "starting" in states:
+        return "starting"
+    return next(iter(states)) if len(states) == 1 and not states & {"dead", "restarting"} else "degraded"
 
 
 def write(runtime_dir: Path, deployment: Deployment) -> None:
@@ -115,7 +126,8 @@ def read(runtime_dir: str | Path) -> Deployment:
         raise StartError(
             f"{path} is not a deployment file ({error}); name the runtime directory of a running engine"
         ) from error
-    if is_held(path.parent):
+    # A fork of the supervisor's program that outlives it has the lock, too.
+    if is_held(path.parent) and psutil.pid_exists(deployment.supervisor_pid):
         return deployment
     gone = Cause(
         "engine_dead",
@@ -139,8 +151,10 @@ def why_dead(runtime_dir: str | Path, index: int, epoch: bytes, timeout: float =
         except StartError as error:
             return Cause("engine_dead", str(error))
         if entry is None or entry.epoch != epoch.hex() or entry.state in ("dead", "restarting", "failed", "stopped"):
-            restarted = Cause("engine_dead", f"engine {index} was restarted; what it had accepted before is lost")
-            return (entry.cause if entry else None) or restarted
+            if entry is not None and entry.cause is not None:
+                return entry.cause
+            what = "stopped" if entry is None or entry.state == "stopped" else "restarted"
+            return Cause("engine_dead", f"engine {index} was {what}; what it had accepted and not finished is lost")
         if time.monotonic() > deadline:
             return None
         time.sleep(0.005)

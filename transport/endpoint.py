@@ -13,6 +13,7 @@ import time
 import zmq
 from zmq.utils import z85
 
+from wavecore.transport.complaints import Complaints
 from wavecore.transport.curve import CurveClient, CurveServer, KeyPair
 from wavecore.transport.errors import StartError
 from wavecore.transport.sockets import (
@@ -52,12 +53,12 @@ class Endpoint:
             self._release()
             raise
         self.address = endpoint_of(self.socket)
-        if curve is not None:
-            try:
-                _self_test(self.address, zmq.PUSH if kind == zmq.PULL else zmq.DEALER, curve)
-            except BaseException:
-                self.close(0)
-                raise
+        try:
+            if self._gatekeeper is not None:
+                self._gatekeeper.prove(self.address, zmq.PUSH if kind == zmq.PULL else zmq.DEALER)
+        except BaseException:
+            self.close(0)
+            raise
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         self.socket.close(linger_ms)
@@ -74,6 +75,8 @@ class Gatekeeper:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], server: CurveServer) -> None:
         self._server = server
+        self._stranger = KeyPair.generate()
+        self._complaints = Complaints(log)
         self._waker = Waker()
         self._questions = make_socket(context, zmq.REP, ZAP_ENDPOINT)
         self._thread = threading.Thread(target=self._run, name="gatekeeper", daemon=True)
@@ -93,29 +96,29 @@ class Gatekeeper:
         # version, request id, domain, peer address, identity, mechanism, credentials (here one raw public key)
         try:
             version, _, domain, peer, _, mechanism, key = frames
-            known = z85.encode(key) in self._server.allowed()
+            public = z85.encode(key)
+            known = public in self._server.allowed()
             if (version, domain, mechanism) == (b"1.0", ZAP_DOMAIN, b"CURVE") and known:
                 return b"200", b"OK"
-            log.warning("refused a client from %s: its key is not in the allow-list", peer.decode(errors="replace"))
+            if public != self._stranger.public:
+                self._complaints.add("client refused, its key is not in the allow-list", peer.decode(errors="replace"))
         except Exception:  # a damaged allow-list admits nobody and must not end the thread
             log.exception("refused a client: the allow-list could not be read")
         return b"400", b"unknown key"
+
+    def prove(self, address: str, kind: int) -> None:
+        """Raise StartError unless a wrong key is refused there and the deployment's client key is not."""
+        good = KeyPair.load(self._server.keys_dir / "client.key")
+        for name, pair, expected in (("a wrong", self._stranger, False), ("the client's", good, True)):
+            admitted = _knock(address, kind, CurveClient(self._server.pair.public, pair))
+            if admitted is not expected:
+                said = {True: "was admitted", False: "was refused", None: "got no answer"}[admitted]
+                raise StartError(f"CURVE self-test of {address}: {name} key {said}; not serving")
 
     def close(self) -> None:
         self._waker.wake()
         self._thread.join()
         self._waker.close()
-
-
-def _self_test(address: str, kind: int, server: CurveServer) -> None:
-    good = KeyPair.load(server.keys_dir / "client.key")
-    for pair, expected in ((KeyPair.generate(), False), (good, True)):
-        admitted = _knock(address, kind, CurveClient(server.pair.public, pair))
-        if admitted is not expected:
-            said = {True: "was admitted", False: "was refused", None: "got no answer"}[admitted]
-            raise StartError(
-                f"CURVE self-test of {address}: the {'client' if expected else 'wrong'} key {said}; not serving"
-            )
 
 
 def _knock(address: str, kind: int, client: CurveClient) -> bool | None:

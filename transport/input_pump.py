@@ -152,7 +152,8 @@ class InputPump:
                 self._refuse(message.client, message.handle, message.params, error)
             except Exception as error:
                 log.exception("a request could not be taken in")
-                self._refuse(message.client, message.handle, message.params, WavecoreError(f"{error!r:.200}"))
+                text = f"{type(error).__name__} while the request was taken in; the engine's log has the details"
+                self._refuse(message.client, message.handle, message.params, WavecoreError(text))
             else:
                 self._input_queue.put(AddIn(message.client, message.handle, request))
 

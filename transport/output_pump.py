@@ -25,18 +25,18 @@ from typing import Any
 import zmq
 
 from wavecore.transport.client_state import ClientState, Limits
-from wavecore.transport.codec import Frames, decode, encode
+from wavecore.transport.codec import Frames, encode
 from wavecore.transport.complaints import Complaints
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.delivery import Inbox
-from wavecore.transport.endpoint import Endpoint
 from wavecore.transport.errors import ProtocolError, WavecoreError
 from wavecore.transport.messages import Columns, Dead, Gone, Heartbeat, Hello, Ping, Ready, TensorFrame
+from wavecore.transport.router import Router, Sent
 from wavecore.transport.sockets import Waker
 
 TICK_SECONDS = 1.0
-SILENT_TICKS = 10
 FLUSH_SECONDS = 2.0
+MAX_LAST_WORDS = 65_536  # characters; of a longer traceback the end counts
 MAX_TASKS = 1000  # outputs handed over and not looked at: a main loop that outruns this thread waits for it
 
 log = logging.getLogger(__name__)
@@ -103,14 +103,13 @@ class OutputPump:
         self._limits = limits or Limits()
         self._clients: dict[bytes, ClientState] = {}
         self._dirty: set[bytes] = set()
-        self._tasks: deque[Callable[[], None]] = deque()
+        self._tasks: deque[Callable[[], object]] = deque()
         self._drained = threading.Event()
         self._ended = threading.Event()
         self._stopping = False
         self._complaints = Complaints(log)
-        self._endpoint = Endpoint(zmq.ROUTER, address, curve)
-        self._router = self._endpoint.socket
-        self.endpoint = self._endpoint.address
+        self._router = Router(address, curve, self._complaints)
+        self.endpoint = self._router.endpoint.address
         self._waker = Waker()
 
     def put(self, outputs: Mapping[bytes, Columns], load: tuple[int, int, int] = (0, 0, 0)) -> None:
@@ -133,7 +132,7 @@ class OutputPump:
 
     def put_dead(self, code: str, message: str, phase: str, rank: int, traceback: str) -> None:
         """Last words, to every client."""
-        frames = encode(Dead(self.epoch, code, message, phase, rank, traceback))
+        frames = encode(Dead(self.epoch, code, _sendable(message), phase, rank, _sendable(traceback)))
         self._do(lambda: self._broadcast(frames))
 
     def nudge(self, client: bytes, seen: int, gap: bool) -> None:
@@ -147,10 +146,10 @@ class OutputPump:
 
     def close(self) -> None:
         """Give everything back, if `run` is never called."""
-        self._endpoint.close(0)
+        self._router.endpoint.close(0)
         self._waker.close()
 
-    def _do(self, task: Callable[[], None]) -> None:
+    def _do(self, task: Callable[[], object]) -> None:
         self._tasks.append(task)
         self._waker.wake()
 
@@ -164,15 +163,15 @@ class OutputPump:
             self._input_queue.put(PumpFailed("output thread", error))
         finally:
             self._ended.set()
-            self._endpoint.close()
+            self._router.endpoint.close()
             self._waker.close()
 
     def _loop(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)  # a ROUTER that only sends never takes a reconnected client back
+        poller.register(self._router.socket, zmq.POLLIN)
         poller.register(self._waker.fd, zmq.POLLIN)
         next_tick = time.monotonic() + TICK_SECONDS
-        give_up = float("inf")
+        give_up = math.inf
         while True:
             wait = min(next_tick, give_up) - time.monotonic()
             ready = dict(poller.poll(max(0, math.ceil(wait * 1000))))
@@ -181,8 +180,9 @@ class OutputPump:
             for _ in range(len(self._tasks)):
                 self._tasks.popleft()()
             self._drained.set()
-            if self._router in ready:
-                self._receive()
+            if self._router.socket in ready:
+                for identity, message in self._router.receive():
+                    self._hello(identity) if isinstance(message, Hello) else self._ping(identity, message)
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + TICK_SECONDS
@@ -193,26 +193,6 @@ class OutputPump:
                 if now >= give_up or not any(client.has_output for client in self._clients.values()):
                     return
 
-    def _receive(self) -> None:
-        for _ in range(1000):  # then give the outputs a turn
-            try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            client = identity.bytes
-            try:
-                message = decode([frame.buffer for frame in frames])
-                if len(client) != 16:
-                    raise ProtocolError("a client's identity must be 16 bytes")
-                if isinstance(message, Hello):
-                    self._hello(client)
-                elif isinstance(message, Ping):
-                    self._ping(client, message)
-                else:
-                    raise ProtocolError(f"{type(message).__name__} on the output socket")
-            except ProtocolError as error:
-                self._complaints.add("bad frame on the output socket", error)
-
     def _hello(self, identity: bytes) -> None:
         if identity not in self._clients:
             if len(self._clients) >= self._limits.clients:
@@ -221,15 +201,18 @@ class OutputPump:
             self._clients[identity] = ClientState(self.epoch, self._limits)
             self.sessions[identity] = Inbox()
         self._clients[identity].heard()
-        self._send(identity, self._ready)
+        self._router.send(identity, self._ready)
 
     def _ping(self, identity: bytes, ping: Ping) -> None:
         client = self._clients.get(identity)
         if client is None or ping.epoch != self.epoch:
-            self._send(identity, encode(Gone(self.epoch)))
+            self._router.send(identity, encode(Gone(self.epoch)))
             return
         client.heard()
-        client.acknowledge(ping.seen, ping.gap, time.monotonic())
+        try:
+            client.acknowledge(ping.seen, ping.gap, time.monotonic())
+        except ProtocolError as error:
+            self._complaints.add("bad frame on the output socket", error)
         self._dirty.add(identity)
 
     def _put(self, outputs: Mapping[bytes, Columns], load: tuple[int, int, int]) -> None:
@@ -257,55 +240,44 @@ class OutputPump:
             self._dirty.add(identity)
 
     def _drop(self, identity: bytes, reason: str) -> None:
-        log.warning("client %s is dropped and its requests end: %s", identity.hex()[:8], reason)
-        del self._clients[identity], self.sessions[identity]
+        client = self._clients.pop(identity)
+        level = logging.WARNING if client.has_output else logging.INFO  # it may just have left
+        log.log(level, "client %s is dropped and its requests end: %s", identity.hex()[:8], reason)
+        del self.sessions[identity]
         self._dirty.discard(identity)
         self._input_queue.put(ClientGone(identity))
 
     def _broadcast(self, frames: Frames) -> None:
         self._flush()
         for identity in self._clients:
-            self._send(identity, frames)
+            self._router.send(identity, frames)
 
-    def _heartbeat(self, identity: bytes, seen: int, gap: bool) -> None:
+    def _heartbeat(self, identity: bytes, seen: int, gap: bool) -> bool:
+        """Returns whether the client is connected."""
         client = self._clients.get(identity)
         if client is None:
-            return
-        count = self._counters()
+            return False
+        c = self._counters()
         beat = Heartbeat(
-            self.epoch,
-            client.last_number,
-            seen,
-            count.steps,
-            count.running,
-            count.waiting,
-            count.tokens,
-            time.monotonic(),
-            gap,
+            self.epoch, client.last_number, seen, c.steps, c.running, c.waiting, c.tokens, time.monotonic(), gap
         )
-        self._send(identity, encode(beat))
+        return self._router.send(identity, encode(beat)) is not Sent.NO_PEER
 
     def _tick(self) -> None:
         for identity, client in list(self._clients.items()):
-            reason = client.tick(SILENT_TICKS)
-            if reason:
+            connected = self._heartbeat(identity, self.sessions[identity].seen, gap=False)
+            if reason := client.tick(connected):
                 self._drop(identity, reason)
-            else:
-                self._heartbeat(identity, self.sessions[identity].seen, gap=False)
 
     def _flush(self) -> None:
         for identity in self._dirty:
             client = self._clients[identity]
-            while (frames := client.next_frames(time.monotonic())) is not None and self._send(identity, frames):
+            while (frames := client.next_frames(time.monotonic())) is not None:
+                if self._router.send(identity, frames) is not Sent.YES:
+                    break  # its next Ping tries again
                 client.advance()
         self._dirty.clear()
 
-    def _send(self, identity: bytes, frames: Frames) -> bool:
-        """Whether the message was taken; if not, the client's next Ping tries again."""
-        try:
-            self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                return False
-            raise
-        return True
+
+def _sendable(text: str) -> str:
+    return text.encode(errors="replace").decode()[-MAX_LAST_WORDS:]

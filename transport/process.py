@@ -59,19 +59,16 @@ class Child:
 
     def __init__(self, spec: ChildSpec, argv: Sequence[str] = ()) -> None:
         self.oom_kills = oom_kills()
-        with contextlib.ExitStack() as theirs:  # the child's ends, closed here once it has them
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             config = _give(theirs, os.memfd_create("wavecore-config"))
             os.write(config, spec.config.encode())
             os.lseek(config, 0, os.SEEK_SET)
             progress = _give(theirs, ProgressPage.create_fd())
             parent = _give(theirs, os.pidfd_open(os.getpid()))  # unlike a pipe, no stray fork keeps it open
-            self.status_fd, status = os.pipe()
-            self.log_fd, log = os.pipe()
-            _give(theirs, status)
-            _give(theirs, log)
-            os.set_blocking(self.status_fd, False)
-            os.set_blocking(self.log_fd, False)
+            self.status_fd, status = _pipe(ours, theirs)
+            self.log_fd, log = _pipe(ours, theirs)
             self.progress = ProgressPage(progress)
+            ours.callback(self.progress.close)
             fds = {"config": config, "status": status, "parent": parent, "progress": progress}
             arguments = [word for name, fd in fds.items() for word in (f"--{name}-fd", str(fd))]
             self._process = subprocess.Popen(
@@ -84,8 +81,11 @@ class Child:
                 env=_environment(spec.env),
                 start_new_session=True,  # a terminal's Ctrl-C is the supervisor's business
             )
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+            self.pid = self._process.pid
+            ours.callback(self._process.wait)
+            ours.callback(self.kill)
+            self.pidfd = os.pidfd_open(self.pid)
+            self._ours = ours.pop_all()
 
     def signal(self, number: int) -> None:
         """Send a signal; a child that has ended already is no error."""
@@ -93,16 +93,16 @@ class Child:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """End the child and everything that it started. Valid until `reap`, which frees the process id."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """End the child and everything that it started. Nothing after `reap`, which frees the process id."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> int:
         """Wait for the end; exit status, or minus the signal. Closes everything."""
         code = self._process.wait()
-        for fd in (self.pidfd, self.status_fd, self.log_fd):
-            os.close(fd)
-        self.progress.close()
+        os.close(self.pidfd)
+        self._ours.close()
         return code
 
 
@@ -135,6 +135,13 @@ class LineReader:
 def _give(stack: contextlib.ExitStack, fd: int) -> int:
     stack.callback(os.close, fd)
     return fd
+
+
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int, int]:
+    read, write = os.pipe()
+    _give(theirs, write)
+    os.set_blocking(_give(ours, read), False)
+    return read, write
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:

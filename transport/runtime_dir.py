@@ -59,8 +59,10 @@ def is_held(path: Path) -> bool:
     """Whether a living process holds the lock of this runtime directory."""
     try:
         fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:  # no descriptor left, no permission: who cannot tell must not call it dead
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -60,8 +60,8 @@ def parse_address(text: str) -> Address:
         raise ConfigError(f"address {text!r}: expected ipc:///path or tcp://HOST:PORT with one named interface")
     try:
         found = net.getaddrinfo(match[1].strip("[]"), None, type=net.SOCK_STREAM)
-    except net.gaierror as error:
-        raise ConfigError(f"address {text!r}: {error.strerror}") from None
+    except (net.gaierror, UnicodeError) as error:
+        raise ConfigError(f"address {text!r}: {error}") from None
     if any(info[4][0] in ("0.0.0.0", "::") for info in found):
         raise ConfigError(f"address {text!r} means every interface: name the one that the clients use")
     return Address(text, is_tcp=True)
@@ -139,8 +139,10 @@ def _bound(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)  # a half-open connection gives its descriptor back
     socket.setsockopt(zmq.RECONNECT_IVL, 100)  # a restarted engine is found soon,
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)  # a missing one is not hammered
-    if socket.type in (zmq.PUSH, zmq.DEALER):
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there
+    if socket.type == zmq.PUSH:
+        # Nothing is queued for a peer that is not there. Not for a DEALER: with IMMEDIATE, libzmq throws away what it
+        # received and we have not read yet when the peer closes, and so an engine's last words.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
     if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a vanished peer is an error, not silence
         # After a connection breaks, the client comes back under its identity, maybe before this side noticed; without

@@ -21,6 +21,7 @@ from wavecore.transport.restarts import Backoff
 from wavecore.transport.stall import StallWatch
 
 log = logging.getLogger(__name__)
+_LAST_READS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Limits:
     ready: float = 600.0
     drain: float = 30.0
     step: float = 60.0
-    idle: float = 4.5
+    idle: float = 4.0
     grace: float = 5.0
 
 
@@ -91,10 +92,6 @@ class Supervised:
         self._kill_at: float | None = None
         self._ready_by: float | None = None
 
-    @property
-    def running(self) -> bool:
-        return self._child is not None
-
     def spawn(self) -> None:
         """Start a life."""
         ours = self.entry
@@ -102,7 +99,11 @@ class Supervised:
         argv += ["--input", ours.input or self._bind("in"), "--output", ours.output or self._bind("out")]
         self._spawn_at = self._kill_at = self._verdict = self._words = None
         self._phase = "start"
-        child = self._child = Child(self._spec, argv)
+        try:
+            child = self._child = Child(self._spec, argv)
+        except OSError as error:  # no descriptors, memory or process ids just now
+            self._died(Cause("resource", f"{self._spec.name} could not be started: {error}", self._phase))
+            return
         self._status, self._output = LineReader(child.status_fd), LineReader(child.log_fd)
         self._selector.register(child.pidfd, selectors.EVENT_READ, self.on_end)
         self._selector.register(child.status_fd, selectors.EVENT_READ, self.on_status)
@@ -172,8 +173,9 @@ class Supervised:
             return
         child.kill()  # what it started ends with it, and lets go of the pipes
         for fd, read in ((child.status_fd, self.on_status), (child.log_fd, self.on_log)):
-            while fd in self._selector.get_map() and _has_data(fd):
-                read()
+            for _ in range(_LAST_READS):  # bounded: a stray descendant may go on writing
+                if fd in self._selector.get_map() and _has_data(fd):
+                    read()
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
         self._selector.unregister(child.pidfd)
@@ -182,17 +184,22 @@ class Supervised:
         cause = self._cause(child, returncode)
         if self._stopping:
             self.entry = replace(self.entry, state="stopped", cause=None if returncode == 0 else cause)
+        else:
+            self._died(cause)
+
+    def _died(self, cause: Cause) -> None:
+        """Plan the next life, or give up."""
+        if not self._was_ready:  # `start` raises it
+            self.entry = replace(self.entry, state="failed", cause=cause)
+            self.failure = _as_error(cause)
             return
-        if self._was_ready:  # else `start` raises it
-            log.error("%s ended: %s", self._spec.name, cause.message)
-        delay = self._backoff.died(time.monotonic()) if self._was_ready else None
+        log.error("%s ended: %s", self._spec.name, cause.message)
+        delay = self._backoff.died(time.monotonic())
         self.entry = replace(self.entry, state="failed" if delay is None else "dead", cause=cause)
-        if cause.code == "resource":  # its port was taken meanwhile: bind a new one
+        if self._words is not None and cause.code == "resource":  # its port was taken meanwhile: bind a new one
             self.entry = replace(self.entry, input="", output="")
         if delay is not None:
             self._spawn_at = time.monotonic() + delay
-        elif not self._was_ready:
-            self.failure = _as_error(cause)
 
     def _hear(self, line: str) -> None:
         try:
@@ -229,10 +236,10 @@ class Supervised:
 
     def _cause(self, child: Child, returncode: int) -> Cause:
         tail = tuple(self._output.tail)
-        if self._verdict is not None:
-            cause = self._verdict
-        elif self._words is not None:
+        if self._words is not None:
             cause = Cause(**self._words)
+        elif self._verdict is not None:
+            cause = self._verdict
         else:
             message = explain(self._spec.name, child.pid, returncode, tail, child.oom_kills)
             cause = Cause("signal" if returncode < 0 else "exit", message, self._phase)

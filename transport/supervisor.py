@@ -20,7 +20,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from wavecore.transport import curve, deployment
 from wavecore.transport.child import as_wavecore_error
 from wavecore.transport.deployment import Deployment
 from wavecore.transport.errors import EngineDead, StartError, WavecoreError
+from wavecore.transport.interface import check_interface
 from wavecore.transport.logs import LineWriter
 from wavecore.transport.process import ChildSpec
 from wavecore.transport.runtime_dir import RuntimeDir
@@ -75,9 +75,9 @@ class Supervisor:
         self._failure: WavecoreError | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        # Open as long as this object: a late request_stop must not write to a descriptor that is somebody else's.
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake)
+        # The lock keeps a late request_stop from writing to a descriptor that is somebody else's by now. Re-entrant,
+        # because a signal handler may interrupt the thread that holds it.
+        self._wake, self._wake_lock = -1, threading.RLock()
 
     @property
     def runtime_dir(self) -> Path | None:
@@ -103,6 +103,7 @@ class Supervisor:
         if self._thread is not None:
             raise StartError("this supervisor was started before; make a new one")
         self._dir = RuntimeDir(self._where)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, args=(self._dir,), name="supervisor", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a script that just ends still removes the folder
@@ -120,7 +121,9 @@ class Supervisor:
     def request_stop(self, drain: float = 0.0) -> None:
         """Ask for `stop` without waiting for it. May be called from a signal handler."""
         self._stops.put(drain)
-        os.eventfd_write(self._wake, 1)
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def stop(self, drain: float = 0.0) -> None:
         """End every child and remove the runtime directory; returns when that is done. Idempotent, from any thread.
@@ -201,18 +204,23 @@ class Supervisor:
                 children = self._make(runtime_dir.path, selector, output)
                 self._loop(runtime_dir.path, selector, children)
             except Exception as error:  # ours or the machine's: no process may stay, and start() must hear of it
-                log.exception("the supervisor failed; its engines end with it")
                 self._failure = self._failure or as_wavecore_error(error)
+                log.error("the supervisor failed: %s", error, exc_info=self._failure is not error)
             finally:
                 for child in children:
                     child.destroy()
                 runtime_dir.remove()
+                with self._wake_lock:
+                    os.close(self._wake)
+                    self._wake = -1
                 self._deployment = replace(self._deployment, state="stopped")
                 self._over.set()
                 self._phases.put(None)
                 output.close()
 
     def _make(self, path: Path, selector: selectors.BaseSelector, output: LineWriter) -> list[Supervised]:
+        if self._address:
+            check_interface(self._address)
         server_key = curve.create_keys(path / "keys") if self._address else ""
         return [
             Supervised(
@@ -270,10 +278,10 @@ class Supervisor:
         engines = tuple(c.entry for c in children)
         if engines == self._deployment.engines:
             return
-        states = {e.state for e in engines}
-        state = next(iter(states)) if len(states) == 1 else "starting" if "starting" in states else "degraded"
         resolved = next((c.resolved for c in children if c.resolved), {})
-        self._deployment = replace(self._deployment, state=state, engines=engines, resolved=resolved)
+        self._deployment = replace(
+            self._deployment, state=deployment.overall(engines), engines=engines, resolved=resolved
+        )
         try:
             deployment.write(path, self._deployment)
         except OSError as error:  # a full disk is no reason to stop serving

@@ -1,4 +1,5 @@
-"""Tensors on the wire: names of dtypes, and numpy arrays to and from `TensorFrame`. Knows no torch.
+"""Tensors on the wire: names of dtypes, numpy arrays to and from `TensorFrame`, and where their bytes go in a message.
+Knows no torch.
 
 numpy has no bfloat16 and no float8: such tensors appear as unsigned integers of the same width that hold the bits, and
 the layer that knows torch views them.
@@ -7,6 +8,7 @@ the layer that knows torch views them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from wavecore.transport.errors import ProtocolError
 from wavecore.transport.messages import TensorFrame
 
 MAX_DIMS = 8
+ZERO_COPY_BYTES = 65_536  # pyzmq copies smaller frames anyway
 
 DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(name).newbyteorder("<") for name in ("float64", "float32", "float16")},
@@ -58,3 +61,50 @@ def to_numpy(frame: TensorFrame) -> npt.NDArray[Any]:
 def byte_length(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor; `dtype` must be known."""
     return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+class TensorWriter:
+    """Collects the bytes of one message's tensors."""
+
+    def __init__(self) -> None:
+        self._large: list[bytes | memoryview] = []
+        self._small: list[bytes | memoryview] = []
+
+    def add(self, buffer: bytes | memoryview) -> None:
+        (self._large if len(buffer) >= ZERO_COPY_BYTES else self._small).append(buffer)
+
+    def frames(self) -> list[bytes | memoryview]:
+        return [*self._large, b"".join(self._small)] if self._small else self._large
+
+
+class TensorReader:
+    """Hands out the bytes of one message's tensors, each once and in order."""
+
+    def __init__(self, frames: Sequence[bytes | memoryview]) -> None:
+        self._frames = frames
+        self._large = 0
+        self._offset = 0
+        self._has_small = False
+
+    def take(self, length: int) -> bytes | memoryview:
+        if length < ZERO_COPY_BYTES:
+            return self._take_small(length)
+        if self._large >= len(self._frames) or len(self._frames[self._large]) != length:
+            raise ProtocolError(f"no frame of {length} bytes for this tensor")
+        frame = memoryview(self._frames[self._large]).toreadonly()
+        self._large += 1
+        # libzmq aligns large frames; a copy saves whoever computes on the bytes if one day it does not.
+        return frame if np.frombuffer(frame, np.uint8).ctypes.data % 8 == 0 else bytes(frame)
+
+    def _take_small(self, length: int) -> bytes:
+        self._has_small = True
+        if not self._frames or self._offset + length > len(self._frames[-1]):
+            raise ProtocolError(f"no {length} bytes left for this tensor")
+        start, self._offset = self._offset, self._offset + length
+        return bytes(self._frames[-1][start : self._offset])
+
+    def finish(self) -> None:
+        """Raise unless every byte of every frame was used."""
+        used = self._large + self._has_small
+        if used != len(self._frames) or (self._has_small and self._offset != len(self._frames[-1])):
+            raise ProtocolError(f"{len(self._frames)} tensor frames, {used} named by the message")

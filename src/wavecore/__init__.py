@@ -1,9 +1,9 @@
 """wavecore: a distributed LLM inference engine. The public names, imported when they are first used.
 
-    from wavecore import LLM, SamplingParams
+from wavecore import LLM, SamplingParams
 
-    with LLM("default") as llm:
-        print(llm.generate("The capital of France is")[0].outputs[0].text)
+with LLM("default") as llm:
+    print(llm.generate("The capital of France is")[0].outputs[0].text)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wavecore.engine_core.config import EngineConfig
+    from wavecore.engine_core.custom_ops import register_op
     from wavecore.engine_core.sampling_params import SamplingParams
     from wavecore.frontend.async_llm import AsyncLLM
     from wavecore.frontend.connect import connect
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from wavecore.frontend.prompts import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
-    from wavecore.transport.version import VERSION as __version__
-    from wavecore.kernels.ops import register_op
     from wavecore.transport.errors import (
         ConfigError,
         EngineDead,
@@ -44,9 +43,11 @@ if TYPE_CHECKING:
         ValidationError,
         WavecoreError,
     )
+    from wavecore.transport.version import VERSION as __version__
 
 _HOMES = {
     "engine_core.config": ("EngineConfig",),
+    "engine_core.custom_ops": ("register_op",),
     "engine_core.sampling_params": ("SamplingParams",),
     "frontend.async_llm": ("AsyncLLM",),
     "frontend.connect": ("connect",),
@@ -61,7 +62,6 @@ _HOMES = {
         "RequestOutput",
     ),
     "frontend.prompts": ("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
-    "kernels.ops": ("register_op",),
     "transport.errors": (
         "ConfigError",
         "EngineDead",

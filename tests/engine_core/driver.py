@@ -23,6 +23,10 @@ class PoisoningRunner(ScriptedRunner):
     pools: Any = None  # the core's KVCacheManager, set by the driver
 
     def launch(self, plan: StepPlan) -> Any:
+        for events in (plan.swap_out, plan.swap_in, plan.copies):
+            assert len(set(events[:, 1].tolist())) == len(events), "one step copies twice to the same block"
+        assert set(plan.copies[:, 0].tolist()).isdisjoint(plan.copies[:, 1].tolist()), "a chain of copies"
+        assert len(set(plan.slots.tolist())) == plan.num_rows > 0 and plan.query_lens.min() > 0
         pending = super().launch(plan)
         kv = self.pools
         pending.poison = [
@@ -64,6 +68,8 @@ class Driver:
         self.runner = PoisoningRunner(self.config, script=script or Script())
         self.core = EngineCore(self.config, self.runner, **({"clock": clock} if clock else {}))
         self.runner.pools = self.core.life.kv
+        self._admit_urgent = self.core.scheduler._admit_urgent
+        self.core.scheduler._admit_urgent = self.admit_urgent  # type: ignore[method-assign]
         self.check = check
         self.outputs: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
@@ -87,6 +93,16 @@ class Driver:
         params["seed"] = request.params.seed
         for choice in range(params.get("n", 1)):
             self.sent[handle + choice] = (list(prompt), {**params, "choice": choice})
+
+    def admit_urgent(self) -> None:
+        """Nobody more urgent than a running request is left waiting without need."""
+        self._admit_urgent()
+        life = self.core.life
+        head = life.waiting.peek()
+        if head is not None and len(victims := self.core.scheduler._outranked(head)):
+            comes_free = not life.slots.free and life.num_running > len(life.slots.ordered())
+            blocks = life.kv.device.num_free + sum(len(life.slots.at(slot).blocks) for slot in victims.tolist())
+            assert comes_free or blocks * life.kv.block_size < len(head.tokens), "an urgent request was passed over"
 
     def step(self) -> dict[bytes, Columns]:
         outputs, _ = self.core.step()

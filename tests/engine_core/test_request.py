@@ -137,6 +137,8 @@ def test_the_queue_is_bounded_in_requests_and_bytes() -> None:
     driver.add(2, [1, 2])
     with pytest.raises(Overloaded, match="max_num_queued_reqs 3"):
         driver.add(3, [1, 2])
+    with pytest.raises(ValidationError, match="n: 4 is above"):
+        driver.add(3, [1, 2], n=4)
     driver.run()
     driver.add(4, [1] * 60, max_tokens=1)
     driver.core.life.queued_out_bytes -= 2000

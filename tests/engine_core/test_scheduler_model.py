@@ -94,3 +94,40 @@ def test_any_scenario_gives_the_tokens_of_each_request_alone(
     config: dict[str, Any], plans: list[dict[str, Any]]
 ) -> None:
     judge(play(config, plans), plans)
+
+
+twins = st.fixed_dictionaries(
+    {
+        "at": st.integers(0, 12),
+        "prompt": st.integers(3, 17).map(lambda n: ([1, 5, 6, 7] * 6)[:n]),
+        "n": st.integers(1, 4),
+        "max_tokens": st.integers(1, 16),
+        "min_tokens": st.just(0),
+        "temperature": st.just(1.0),
+        "seed": st.integers(0, 1),
+        "ignore_eos": st.just(True),
+        "stop_token_ids": st.just([]),
+        "priority": st.integers(0, 2),
+        "salt": st.just(""),
+        "abort_at": st.none() | st.integers(0, 20),
+        "client": st.just(b"c" * 16),
+    }
+)
+tight = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.integers(2, 5),
+        "max_num_batched_tokens": st.integers(5, 12),
+        "num_gpu_blocks_override": st.integers(9, 14),
+        "block_size": st.just(4),
+        "watermark": st.just(0.0),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        "swap_space_gib": st.sampled_from([0.0, 1.0]),
+    }
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(tight, st.lists(twins, min_size=2, max_size=6))
+def test_choices_of_one_prompt_in_a_tiny_cache(config: dict[str, Any], plans: list[dict[str, Any]]) -> None:
+    """Every prompt is a prefix of one text, so blocks are shared, copied, evicted and swapped all the time."""
+    judge(play(config, plans), plans)

@@ -8,12 +8,16 @@ import time
 from typing import Any
 
 import pytest
+from tests.faults.conftest import until
 
 from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.frontend.llm import LLM
 from wavecore.transport.errors import EngineDead
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGABRT, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)]
+)
 def test_engine_killed_mid_stream(deploy: Any, number: signal.Signals) -> None:
     """The engine process is killed, or crashes in native code, while it streams.
 
@@ -49,7 +53,7 @@ def test_waiting_requests_survive_a_killed_engine(deploy: Any) -> None:
         for stream in running:
             assert stream.first.wait(30)
         waiting = [deployed.stream(100 + i, 10) for i in range(12)]
-        _until_waiting(deployed, 12)
+        until(lambda: deployed.call("stats")["waiting"] == 12)
         os.kill(before.pid, signal.SIGKILL)
         for stream in running:
             assert isinstance(stream.error, EngineDead)
@@ -141,8 +145,6 @@ def test_second_client_sees_the_same(deploy: Any) -> None:
 
     Each of them gets the cause, and each goes on with the restarted engine.
     """
-    from wavecore.frontend.llm import LLM
-
     with deploy({"step_seconds": 0.02}) as deployed, LLM.connect(deployed.runtime_dir) as other:
         before = deployed.engine
         streams = [deployed.stream(1, 1000), deployed.stream(2, 1000, llm=other)]
@@ -175,11 +177,7 @@ def test_offline_generate_names_the_cause(deploy: Any) -> None:
         with pytest.raises(EngineDead, match="signal 9"):
             deployed.llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 8, params, use_tqdm=False)
         deployed.recovered(before.epoch)
-        [output] = deployed.llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=3), use_tqdm=False)
+        [output] = deployed.llm.generate(
+            [{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=3), use_tqdm=False
+        )
         assert len(output.outputs[0].token_ids) == 3
-
-
-def _until_waiting(deployed: Any, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while deployed.call("stats")["waiting"] < count:
-        assert time.monotonic() < deadline

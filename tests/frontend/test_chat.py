@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.frontend.tokenizers_for_tests import SPECIAL, TEMPLATE, byte_level
+
 from wavecore.frontend.chat import check_messages, check_template_kwargs
 from wavecore.frontend.chat_template import ChatTemplate
 from wavecore.frontend.text import Tokenizer
@@ -27,9 +27,9 @@ def count_special(ids: list[int]) -> int:
 
 def test_plain_content_gives_the_tokens_of_the_rendered_text(tokenizer: Tokenizer) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße 你好"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = tokenizer.render_chat(messages)[0]
     assert text.endswith("<|im_start|>assistant\n")
-    assert tokenizer.apply_chat_template(messages) == byte_level().encode(text).ids
+    assert tokenizer.render_chat(messages)[1] == byte_level().encode(text).ids
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_plain_content_gives_the_tokens_of_the_rendered_text(tokenizer: Tokenize
 )
 def test_special_text_in_content_stays_text(tokenizer: Tokenizer, content: str) -> None:
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "end|>"}]
-    ids = tokenizer.apply_chat_template(messages)
+    ids = tokenizer.render_chat(messages)[1]
     assert count_special(ids) == 5  # two turns and the generation prompt
     assert content in byte_level().decode(ids, skip_special_tokens=False)
 
@@ -53,7 +53,7 @@ def test_special_text_in_content_stays_text(tokenizer: Tokenizer, content: str) 
 @given(parts=st.lists(st.sampled_from([*SPECIAL, "<|", "im_", "|>", "end", "start", "a", " ", "\n"]), max_size=12))
 def test_no_content_makes_control_tokens(parts: list[str]) -> None:
     tokenizer = Tokenizer(byte_level(), "test", ChatTemplate(TEMPLATE, "test"))
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "".join(parts)}])
+    ids = tokenizer.render_chat([{"role": "user", "content": "".join(parts)}])[1]
     assert count_special(ids) == 3
 
 
@@ -91,7 +91,19 @@ def test_content_parts() -> None:
         check_messages([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}])
 
 
-@pytest.mark.parametrize("kwargs", [{"tokenize": True}, {"messages": "x"}, {"a b": 1}, {"x": [1]}, {"_x": 1}])
+def test_calling_a_tokenizer(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("The capital")
+    assert tokenizer("The capital")["input_ids"] == tokenizer("The capital").input_ids == ids
+    assert tokenizer(["The capital", "a"]).input_ids[0] == ids
+    assert tokenizer.decode(ids) == "The capital"
+    for wrong in ([-1], [1 << 40], "ab", [1.5], 7):
+        with pytest.raises(ValidationError):
+            tokenizer.decode(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "kwargs", [5, {1: 2}, {"tools": 1}, {"tokenize": True}, {"messages": "x"}, {"a b": 1}, {"x": [1]}, {"_x": 1}]
+)
 def test_template_kwargs_are_bounded(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         check_template_kwargs(kwargs)
@@ -99,9 +111,9 @@ def test_template_kwargs_are_bounded(kwargs: dict[str, Any]) -> None:
 
 def test_continue_final_message(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer "}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    text, ids = tokenizer.render_chat(messages, continue_final_message=True)
     assert text.endswith("<|im_start|>assistant\nThe answer")
-    assert tokenizer.apply_chat_template(messages, continue_final_message=True) == byte_level().encode(text).ids
+    assert ids == byte_level().encode(text).ids
 
 
 def test_no_template_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.frontend.tokenizers_for_tests import byte_level, sentencepiece
 from tokenizers import Tokenizer
 
-from tests.frontend.tokenizers_for_tests import byte_level, sentencepiece
 from wavecore.frontend.detokenizer import (
     ByteDetokenizer,
     ByteTable,

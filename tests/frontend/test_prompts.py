@@ -50,6 +50,7 @@ def test_ids_become_int32() -> None:
         {"prompt": 5},
         {},
         {"prompt_token_ids": []},
+        {"prompt_token_ids": [1], "prompt": 5},
         {"prompt_token_ids": [1.5]},
         {"prompt_token_ids": [-1]},
         {"prompt_token_ids": [1 << 31]},

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.frontend.tokenizers_for_tests import SPECIAL, byte_level, sentencepiece, write_folder
+
 from wavecore.frontend.gguf_tokenizer import tokenizer_from_gguf
 from wavecore.frontend.tokenizer_files import generation_defaults, load_tokenizer
 from wavecore.transport.errors import ModelError, NotSupportedError
 
-TEXTS = ["The capital of France is Paris.", "한국어 123 你好", "<|im_start|>user\nhi<|im_end|>", "  x\n\n\ty's 👩‍👩‍👧 1234"]
+TEXTS = [
+    "The capital of France is Paris.",
+    "한국어 123 你好",
+    "<|im_start|>user\nhi<|im_end|>",
+    "  x\n\n\ty's 👩‍👩‍👧 1234",
+]
 
 
 def test_folder(tmp_path: Path) -> None:
@@ -147,7 +152,8 @@ def test_older_forms_go_through_transformers(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(m) for m in parts["merges"]) + "\n")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     code = (
-        "import sys; from wavecore.frontend.tokenizer_files import load_tokenizer; assert 'transformers' not in sys.modules\n"
+        "import sys; from wavecore.frontend.tokenizer_files import load_tokenizer\n"
+        "assert 'transformers' not in sys.modules\n"
         "print(load_tokenizer(sys.argv[1]).encode('The capital of France'))"
     )
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)

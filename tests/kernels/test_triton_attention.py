@@ -70,7 +70,7 @@ def test_prefill_of_many_short_rows(device: str) -> None:
     check(device, [2, 3, 17, 2, 33, 4], [2, 30, 17, 64, 33, 5], (64, 1, 3), torch.float32)
 
 
-def test_layers_share_one_task_map(device: str) -> None:
+def test_layers_share_one_map(device: str) -> None:
     batch, num_pages = make_batch([1, 1], [40, 9], PAGE, device)
     q = torch.randn(2, 4, 64, device=device)
     pages = make_pages(num_pages, 2, 2, PAGE, 64, q)
@@ -78,4 +78,4 @@ def test_layers_share_one_task_map(device: str) -> None:
         got = paged_attention(q, pages, layer, batch, 0.125)
         want = reference.paged_attention(q, pages, layer, batch, 0.125)
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
-    assert sum(key[0] == "decode_tasks" for key in batch.shared if isinstance(key, tuple)) == 1
+    assert sum(key[0] == "decode_ranges" for key in batch.shared if isinstance(key, tuple)) == 1

@@ -79,6 +79,20 @@ def test_truncation_of_equal_and_of_masked_logits(device: str) -> None:
     same(logits, rows)
 
 
+@pytest.mark.parametrize("top_k, top_p", [(0, 0.9), (4500, 0.9), (4500, 1.0)])
+def test_a_flat_distribution_is_searched_whole(device: str, top_k: int, top_p: float) -> None:
+    rows = sampling_rows(
+        2,
+        VOCAB,
+        device,
+        temperature=column([1.0, 1.0], device),
+        top_k=column([top_k, 0], device, torch.int32),
+        top_p=column([top_p, 0.5], device),
+        min_p=column([0.0, 0.8], device),
+    )
+    same(torch.randn(2, VOCAB, device=device) * 0.2, rows)
+
+
 def test_edits_penalties_and_allowed_tokens(device: str) -> None:
     i32 = torch.int32
     words = (VOCAB + 31) // 32

@@ -66,6 +66,21 @@ class Driver:
         """Drop its blocks; it is admitted again with all its tokens."""
         sequence.computed, sequence.admitted, sequence.blocks = 0, False, []
 
+    def move(
+        self,
+        swap_out: Sequence[tuple[int, int]] = (),
+        swap_in: Sequence[tuple[int, int]] = (),
+        copies: Sequence[tuple[int, int]] = (),
+        table: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
+        """A plan of events alone."""
+        none, entries = np.zeros(0, np.int32), np.array(table, np.int32).reshape(-1, 3)
+        pairs = (np.array(p, np.int32).reshape(-1, 2) for p in (swap_out, swap_in, copies))
+        columns = (np.ascontiguousarray(entries[:, i]) for i in range(3))
+        empty = (none, none, none, np.zeros(0, np.uint8))
+        self.runner.launch(StepPlan(self.step_id, *empty, *pairs, (), *columns)).wait()
+        self.step_id += 1
+
     def step(self, running: Sequence[Sequence_], chunk: int = 1 << 30) -> StepResult:
         rows = [s for s in running if not s.done]
         admitted, events = [], []

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-
 from tests.models.driver import load
+
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.core import EngineCore
 from wavecore.engine_core.plan import PendingStep, Runner, StepPlan
 from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.transport.tensors import from_numpy, to_numpy
 from wavecore.transport.messages import Add, FinishReason
+from wavecore.transport.tensors import from_numpy, to_numpy
 
 CLIENT = bytes(16)
 
@@ -83,6 +83,8 @@ class Engine:
         return self.outputs
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
-        handles = [self.add(prompt, params if params.seed is not None else replace(params, seed=0)) for prompt in prompts]
+        handles = [
+            self.add(prompt, params if params.seed is not None else replace(params, seed=0)) for prompt in prompts
+        ]
         outputs = self.run()
         return [outputs[handle].tokens for handle in handles]

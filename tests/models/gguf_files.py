@@ -46,8 +46,15 @@ def shapes(arch: str) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def write_model(path: Path, arch: str, kind: GGMLQuantizationType, **metadata: Any) -> Path:
-    """Matrices of type `kind`, norms and biases float32."""
+def write_model(
+    path: Path, arch: str, kind: GGMLQuantizationType, *, rope_factors: Any = None, linear_scaling: float = 0.0
+) -> Path:
+    """Matrices of type `kind`, norms and biases float32.
+
+    Args:
+        rope_factors: float32 [head_dim / 2] divisors of the rotary frequencies, as Llama 3 files carry them.
+        linear_scaling: factor of linear rope scaling, 0 for none.
+    """
     draw = np.random.default_rng(0)
     writer = GGUFWriter(path, arch)
     writer.add_context_length(128)
@@ -62,8 +69,11 @@ def write_model(path: Path, arch: str, kind: GGMLQuantizationType, **metadata: A
     writer.add_rope_dimension_count(head_dim(arch))
     writer.add_vocab_size(VOCAB)
     writer.add_eos_token_id(2)
-    for name, value in metadata.items():
-        writer.add_uint32(name, value)
+    if linear_scaling:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(linear_scaling)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors)
     for name, shape in shapes(arch).items():
         values = draw.normal(0, 0.15, shape).astype(np.float32)
         if len(shape) == 1:

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.models.checkpoints import VOCAB, assert_greedy, load_reference, make_config, save_model
 from tests.models.driver import Driver, load
+
+from wavecore.engine_core.sampling_params import SamplingParams
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -93,9 +96,48 @@ def test_equal_to_transformers(tmp_path: Path, case: str) -> None:
     chunked = driver.run([driver.add(p, 24, 31 - i) for i, p in enumerate(asked)], chunk=7)
     for prompt, ours in zip(asked, chunked, strict=True):
         assert_greedy(model, prompt, ours, f"{case}, in chunks")
-    first = driver.add(asked[0] * 2, 4, 0)
+    # Log-probabilities see what greedy tokens do not, such as the cap of the final logits.
+    first = driver.add(asked[0] * 2, 4, 0, SamplingParams(temperature=0.0, seed=0, max_tokens=4, prompt_logprobs=3))
     driver.run([first])
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([asked[0] * 2]), use_cache=False).logits[0, :-1]
+    ours = torch.from_numpy(first.prompt_logprobs[0].logprobs[:, 1:])
+    torch.testing.assert_close(ours, logits.float().log_softmax(-1).topk(3).values, atol=1e-3, rtol=1e-3)
     shared = driver.add(first.tokens, 12, 1)
     hits = len(first.tokens) // 4 - 1
     shared.blocks, shared.computed = first.blocks[:hits], hits * 4
     assert_greedy(model, first.tokens, driver.run([shared])[0], f"{case}, prefix hit")
+
+
+def test_dynamic_scaling_past_the_limit_token_by_token(tmp_path: Path) -> None:
+    """A key past the limit keeps the base of its own length, as in transformers' generate with a cache."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    folder = save_model(
+        tmp_path / "model", make_config("Llama", max_position_embeddings=24, rope_parameters=rope), scale=0.3
+    )
+    model, driver = load_reference(folder), Driver(load(folder))
+    assert driver.runner.info.max_model_len == 96
+    for slot, prompt in enumerate(prompts(4)):
+        prompt = prompt[:20]
+        out = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=60, output_logits=True, return_dict_in_generate=True
+        )
+        ours = driver.run([driver.add(prompt, 60, slot)])[0]
+        for token, expected, logits in zip(ours, out.sequences[0, len(prompt) :].tolist(), out.logits, strict=True):
+            if token != expected:
+                best = logits[0].topk(2).values
+                assert best[0] - best[1] < 1e-4
+                break
+
+
+def test_long_rope_past_the_original_length(tmp_path: Path) -> None:
+    """A model served longer than its original length uses the long factors throughout."""
+    changes = {"original_max_position_embeddings": 32, "max_position_embeddings": 128, "rope_parameters": LONG}
+    config = make_config("Phi3", hidden_size=384, **changes)
+    folder = save_model(tmp_path / "model", config, scale=0.08)
+    model, driver = load_reference(folder), Driver(load(folder))
+    for slot, prompt in enumerate(prompts(4)):
+        prompt = prompt * 40
+        assert_greedy(model, prompt[:40], driver.run([driver.add(prompt[:40], 20, slot)])[0])
+    short = Driver(load(folder, max_model_len=32))
+    assert_greedy(model, [1, 2, 3], short.run([short.add([1, 2, 3], 20, 0)])[0])

@@ -10,6 +10,7 @@ import pytest
 from tests.models.checkpoints import VOCAB, assert_greedy, load_reference, make_config, save_model
 from tests.models.driver import Driver, load
 from tests.models.engine import Engine
+
 from wavecore.engine_core.sampling_params import SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ import random
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -34,6 +35,21 @@ def test_equal_to_transformers(tmp_path: Path, arch: str, kind: str) -> None:
     for prompt, ours in zip(asked, outputs, strict=True):
         assert_greedy(model, prompt, ours, f"{arch} {kind}")
     assert len({tuple(o) for o in outputs}) > 3
+
+
+@pytest.mark.parametrize("how", ["factors", "linear"])
+def test_scaled_rotary_frequencies(tmp_path: Path, how: str) -> None:
+    """transformers' GGUF load passes over both, so its frequencies are scaled here."""
+    factors = np.linspace(1, 8, 32, dtype=np.float32) if how == "factors" else np.full(32, 4, np.float32)
+    scaling = {"rope_factors": factors} if how == "factors" else {"linear_scaling": 4.0}
+    path = write_model(tmp_path / "model.gguf", "llama", GGMLQuantizationType.F32, **scaling)
+    plain = write_model(tmp_path / "plain.gguf", "llama", GGMLQuantizationType.F32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=plain.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    model.model.rotary_emb.inv_freq /= torch.from_numpy(factors)
+    driver, prompt = Driver(load(path)), list(range(40, 80))
+    assert_greedy(model, prompt, driver.run([driver.add(prompt, 30, 0)])[0])
 
 
 def test_what_the_header_says(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-
 from tests.models.checkpoints import assert_greedy
 from tests.models.engine import Engine
+
 from wavecore.engine_core.model_files import resolve_model
 from wavecore.engine_core.sampling_params import SamplingParams
 

@@ -55,6 +55,7 @@ class FakeEngine:
         self.failed: list[PumpFailed] = []
         self.open: dict[tuple[bytes, int], list[int]] = {}  # -> [tokens sent, count, per_step, frame bytes]
         self.steps = 0
+        self.admission = threading.Event()  # what a request with params {"slow": True} waits for in the input thread
         self._pace = pace
         self.output = OutputPump(
             output_address,
@@ -81,6 +82,7 @@ class FakeEngine:
             thread.start()
 
     def stop(self) -> None:
+        self.admission.set()
         self.queue.put(None)
         self._threads[2].join()
         self.input.stop()
@@ -91,6 +93,8 @@ class FakeEngine:
     def _admit(self, add: Add) -> Add:
         if add.params.get("refuse"):
             raise ValidationError("refuse", "as asked")
+        if add.params.get("slow"):
+            self.admission.wait()
         if add.params.get("bug"):
             raise KeyError("a bug in admit")
         return add

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import pytest
 import zmq
 from tests.transport.conftest import fake_engine
 
-from wavecore.transport import client_link, output_pump
+from wavecore.transport import client_link
+from wavecore.transport.client_pump import Disconnected
 from wavecore.transport.client_state import Limits
 from wavecore.transport.codec import encode
 from wavecore.transport.errors import Overloaded
@@ -118,48 +119,80 @@ def test_client_with_too_much_waiting_output_is_dropped(
 
 
 def test_silent_client_is_dropped_and_comes_back_as_a_new_one(
-    make_engine: Any, make_client: Any, eventually: Any, pause: Pause, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, make_client: Any, eventually: Any, pause: Pause
 ) -> None:
-    monkeypatch.setattr(output_pump, "SILENT_TICKS", 2)
-    engine = make_engine(pace=0.01)
+    engine = make_engine(pace=0.01, limits=Limits(silent_ticks=2))
     client = make_client(on_step=pause)
     client.connect(engine.addresses)
     first = client.pump.session(0)
     lost = client.add(count=1 << 30)
     eventually(lambda: first in engine.gone, "the drop")
     assert not engine.open
-    monkeypatch.undo()
     pause.lifted.set()
     client.wait_for(lambda: client.saw(Ready, 2), "a new session")
+    assert client.saw(Disconnected)
     assert client.pump.session(0) != first
     assert lost not in client.ends
     client.wait_ends(client.add(count=3))
 
 
+@pytest.fixture
+def client_process() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts fake_client.py and waits until it gets tokens."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(addresses: tuple[str, str], requests: int, count: int) -> subprocess.Popen[bytes]:
+        script = str(Path(__file__).with_name("fake_client.py"))
+        process = subprocess.Popen(
+            [sys.executable, script, *addresses, str(requests), str(count)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"running\n"
+        return process
+
+    yield start
+    for process in started:
+        process.send_signal(signal.SIGCONT)
+        with process:  # closes its input, which ends it
+            assert process.stdin is not None
+
+
 def test_stopped_client_costs_bounded_memory(
-    make_engine: Any, make_client: Any, ipc: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, make_client: Any, client_process: Any, eventually: Any
 ) -> None:
     """F-07: a SIGSTOPped client with 50 endless requests, until it is dropped."""
-    monkeypatch.setattr(output_pump, "SILENT_TICKS", 3)
-    engine = make_engine()
-    with subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("fake_client.py")), *engine.addresses, "50"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None and process.stdin is not None
-        assert process.stdout.readline() == b"running\n"
-        process.send_signal(signal.SIGSTOP)
-        before = psutil.Process().memory_info().rss
-        fast = make_client()
-        fast.connect(engine.addresses)
-        eventually(lambda: bool(engine.gone), "the drop")
-        assert psutil.Process().memory_info().rss - before < 200 << 20
-        assert not engine.open
-        fast.wait_ends(fast.add(count=10))
-        process.send_signal(signal.SIGCONT)
-        process.stdin.close()
-        process.wait(30)
+    engine = make_engine(limits=Limits(silent_ticks=3))
+    process = client_process(engine.addresses, 50, 1 << 30)
+    process.send_signal(signal.SIGSTOP)
+    before = psutil.Process().memory_info().rss
+    fast = make_client()
+    fast.connect(engine.addresses)
+    eventually(lambda: bool(engine.gone), "the drop")
+    assert psutil.Process().memory_info().rss - before < 200 << 20
+    assert not engine.open
+    fast.wait_ends(fast.add(count=10))
+
+
+def test_stopped_client_goes_on_where_it_was(make_engine: Any, client_process: Any, eventually: Any) -> None:
+    """SIGSTOP for less than the silence that drops it: the engine goes on, and not a token is lost."""
+    engine = make_engine(pace=0.001)
+    process = client_process(engine.addresses, 20, 700)
+    process.send_signal(signal.SIGSTOP)
+    eventually(lambda: not engine.open, "the end of its requests")
+    process.send_signal(signal.SIGCONT)
+    assert process.stdout.readline() == b"ended 0\n"
+    assert not engine.gone
+
+
+def test_killed_client_is_dropped(make_engine: Any, client_process: Any, eventually: Any) -> None:
+    engine = make_engine(pace=0.01, limits=Limits(absent_ticks=1))
+    process = client_process(engine.addresses, 3, 1 << 30)
+    process.kill()
+    eventually(lambda: bool(engine.gone), "the drop")
+    assert not engine.open and not engine.output.sessions
 
 
 def test_stopped_engine_costs_a_client_bounded_memory(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import struct
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import numpy as np
@@ -19,8 +20,8 @@ from wavecore.transport import codec
 from wavecore.transport import messages as m
 from wavecore.transport.codec import decode, encode
 from wavecore.transport.errors import MessageTooLarge, ProtocolError
-from wavecore.transport.schema import ZERO_COPY_BYTES
-from wavecore.transport.tensors import DTYPES, from_numpy, to_numpy
+from wavecore.transport.schema import FIELDS
+from wavecore.transport.tensors import DTYPES, ZERO_COPY_BYTES, from_numpy, to_numpy
 
 EPOCH = b"e" * 16
 CLIENT = b"c" * 16
@@ -33,6 +34,12 @@ def result(*frames: m.TensorFrame, value: Any = None) -> m.Result:
 @given(messages)
 def test_every_message_round_trips(message: m.Message) -> None:
     assert same(decode([bytes(frame) for frame in encode(message)]), message)
+
+
+def test_the_schema_names_every_message_and_field() -> None:
+    assert set(FIELDS) == set(get_args(m.Message))
+    for cls, kinds in FIELDS.items():
+        assert list(kinds) == [field.name for field in dataclasses.fields(cls)]
 
 
 def check_hostile(frames: list[bytes]) -> None:

@@ -74,7 +74,7 @@ def test_self_test_stops_an_engine_that_would_admit_anyone(tmp_path: Path, monke
 def test_self_test_stops_an_engine_that_would_admit_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_keys(tmp_path)
     monkeypatch.setattr(Gatekeeper, "_judge", lambda self, frames: (b"400", b"no"))
-    with pytest.raises(StartError, match="client key was refused"):
+    with pytest.raises(StartError, match="client's key was refused"):
         Endpoint(zmq.PULL, ADDRESS, CurveServer.load(tmp_path))
 
 

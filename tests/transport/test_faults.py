@@ -175,6 +175,22 @@ def test_over_size_frame_costs_only_its_sender(make_engine: Any, make_client: An
     client.wait_ends(before)
 
 
+def test_client_comes_back_after_an_over_size_frame(make_engine: Any, make_client: Any) -> None:
+    """F-10, Z-03: its connections are cut; it returns under the same identity and is not shut out as a duplicate."""
+    engine, client = make_engine(pace=0.001), make_client()
+    client.connect(engine.addresses)
+    handles = [client.add(count=500) for _ in range(5)]
+    client.wait_for(lambda: client.received.get(handles[-1], 0) > 0, "tokens")
+    link = client.pump._links[0]
+    assert link is not None
+    client.pump._do(lambda: link.dealer.send(bytes(MAX_FRAME_BYTES + 1), copy=False))
+    client.pump._do(lambda: link.push.send(bytes(MAX_FRAME_BYTES + 1), copy=False))
+    client.wait_outage()
+    handles += [client.add(count=5) for _ in range(5)]
+    client.wait_ends(*handles)
+    assert not client.saw(Ready, 2)
+
+
 def test_bytes_of_another_protocol_on_the_port(make_client: Any, site: Site) -> None:
     client = make_client()
     client.connect(site.addresses, site.curve)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from wavecore.transport import client_link
+from wavecore.transport.client_pump import Disconnected
 from wavecore.transport.errors import EngineDead, MessageTooLarge
 from wavecore.transport.messages import Heartbeat, Ready
 from wavecore.transport.tensors import to_numpy
@@ -96,6 +98,22 @@ def test_bug_in_admit_ends_that_request_only(make_engine: Any, make_client: Any)
     assert client.received[good] == 4
 
 
+def test_slow_admission_holds_up_no_output(make_engine: Any, make_client: Any) -> None:
+    """T9: taking in a large request (hashing, copies) happens beside the step, not in it."""
+    engine, client = make_engine(pace=0.001), make_client()
+    client.connect(engine.addresses)
+    running = client.add(count=1 << 20)
+    client.wait_for(lambda: client.received.get(running, 0) > 0, "a token")
+    large = client.add(prompt=np.zeros(12 << 20, np.int32), slow=True)  # 48 MiB
+    so_far = client.received[running]
+    client.wait_for(lambda: client.received[running] > so_far + 50, "50 more tokens")
+    assert (client.pump.session(0), large) not in engine.added
+    engine.admission.set()
+    client.wait_ends(large)
+    client.abort(running)
+    client.wait_ends(running)
+
+
 def test_utility_answers_value_error_and_unsendable(make_engine: Any, make_client: Any) -> None:
     engine, client = make_engine(), make_client()
     client.connect(engine.addresses)
@@ -130,7 +148,7 @@ def test_too_large_message_is_refused_before_it_leaves(make_engine: Any, make_cl
 def test_last_words_arrive(make_engine: Any, make_client: Any) -> None:
     engine, client = make_engine(), make_client()
     client.connect(engine.addresses)
-    engine.output.put_dead("numerical", "all is NaN", "step", 0, "Traceback ...")
+    engine.output.put_dead("numerical", "all is NaN", "step", 0, "\ud800 " + "Traceback ..." * 100_000)
     engine.output.stop()
     client.wait_for(lambda: any(getattr(e, "message", "") == "all is NaN" for e in client.events), "last words")
 
@@ -200,6 +218,32 @@ def test_close_sends_what_was_queued(make_engine: Any, make_client: Any, eventua
         client.add()
     client.pump.close()
     eventually(lambda: len(engine.added) == 500, "500 requests")
+
+
+def test_failure_of_the_io_thread_is_told(make_engine: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, client = make_engine(), make_client()
+    client.connect(engine.addresses)
+
+    def bug() -> None:
+        raise RuntimeError("a bug")
+
+    client.pump._do(bug)
+    client.wait_for(lambda: client.saw(Disconnected), "the news")
+    client.pump.close()
+    with pytest.raises(EngineDead):
+        client.add()
+
+
+def test_too_large_result_is_an_error_and_not_kept(
+    make_engine: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_link, "MAX_RESULT_BYTES", 1 << 20)
+    engine, client = make_engine(), make_client()
+    client.connect(engine.addresses)
+    client.call(1, "frames", sizes=[5 << 20] * 5)
+    client.wait_for(lambda: 1 in client.results, "the result")
+    assert client.results[1].error_code == "too_large"
+    assert client.results[1].frames == ()
 
 
 def test_handler_that_raises_hurts_nobody(make_engine: Any, make_client: Any) -> None:

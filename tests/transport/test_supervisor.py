@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +20,8 @@ import pytest
 
 from wavecore.transport import deployment
 from wavecore.transport.deployment import Deployment, why_dead
-from wavecore.transport.errors import ConfigError, EngineDead, ModelError, StartError
-from wavecore.transport.process import ChildSpec
+from wavecore.transport.errors import ConfigError, EngineDead, ModelError, ResourceError, StartError
+from wavecore.transport.process import Child, ChildSpec
 from wavecore.transport.supervisor import Limits, Supervisor
 
 HERE = str(Path(__file__).parent)
@@ -213,7 +214,7 @@ def test_a_runtime_dir_serves_one_deployment(tmp_path: Path) -> None:
 PARENT = """
 import json, os, sys, time
 sys.path.insert(0, {src!r})
-from wavecore.transport.process import ChildSpec
+from wavecore.transport.process import Child, ChildSpec
 from wavecore.transport.supervisor import Supervisor
 spec = ChildSpec("engine 0", "fake_child", json.dumps({{"do": "serve"}}), {{"PYTHONPATH": {here!r}}})
 supervisor = Supervisor([spec])
@@ -274,3 +275,34 @@ def _alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_restart_that_cannot_spawn_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refusals = Child, iter([OSError(24, "Too many open files")])
+
+    def spawn(*args: Any) -> Child:
+        if started_once and (error := next(refusals, None)):
+            raise error
+        return real(*args)
+
+    started_once = False
+    monkeypatch.setattr("wavecore.transport.supervised.Child", spawn)
+    with started("serve") as supervisor:
+        started_once = True
+        before = supervisor.deployment().engines[0]
+        os.kill(before.pid, signal.SIGKILL)
+        cause = until(lambda: (c := supervisor.deployment().engines[0].cause) and "Too many" in c.message and c)
+        assert cause.code == "resource"
+        until(lambda: supervisor.deployment().state == "ready")
+
+
+def test_a_child_that_cannot_be_spawned_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(ResourceError, match="could not be started"):
+        Supervisor([spec("serve")], limits=LIMITS).start()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "tcp://0.0.0.0", "tcp://127.0.0.1:80", "tcp://*"])
+def test_a_bad_address_is_refused_before_anything_starts(address: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(address)):
+        Supervisor([spec("serve")], address=address, limits=LIMITS).start()

@@ -1,0 +1,40 @@
+"""A user's own kernels: checked where they are registered, used by every engine that this program starts afterwards.
+
+An engine is another process, so a kernel travels as "module:function" and the engine imports it. Imports no torch until
+something is registered.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from wavecore.transport.errors import ConfigError
+
+registered: dict[str, str] = {}
+"""Kernel name -> "module:function"; `EngineConfig.custom_ops` of engines to come."""
+
+
+def register_op(name: str, fn: Callable[..., Any]) -> None:
+    """Replace a kernel by name, for instance `register_op("silu_mul", my_kernels.silu_mul)`.
+
+    Args:
+        name: an operation of `wavecore.kernels.ops`.
+        fn: a function of a module (not of the main script, which an engine cannot import); arguments and results as
+            `wavecore.kernels.reference.<name>`. It is tried at once against that twin.
+
+    Raises:
+        ConfigError: an engine process could not import `fn`.
+        ValueError: unknown name, or results that differ from the twin's in shape, dtype or value.
+    """
+    module, path = fn.__module__, fn.__qualname__
+    if module == "__main__" or getattr(sys.modules.get(module), path, None) is not fn:
+        raise ConfigError(
+            f"{module}.{path} cannot be imported by an engine process: put the function into a module of its own, "
+            "next to the script, and import it from there"
+        )
+    from wavecore.kernels import ops
+
+    ops.register_op(name, fn)
+    registered[name] = f"{module}:{path}"

@@ -1,0 +1,49 @@
+"""A matrix as a PNG heat map. Writes the few bytes of the format itself, so that nobody needs a plotting library.
+
+Format: PNG (https://www.w3.org/TR/png-3/), 8-bit RGB, one IDAT chunk.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+LEAST_PIXELS = 512
+# Dark to bright at even steps, near viridis
+COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], np.float32)
+
+
+def write_heat_map(path: str | Path, values: F32) -> None:
+    """Write `values` [rows, columns] to a file, the largest brightest, small matrices magnified."""
+    Path(path).write_bytes(png(heat_map(values)))
+
+
+def heat_map(values: F32) -> npt.NDArray[np.uint8]:
+    """RGB pixels uint8 [height, width, 3]."""
+    low, high = float(values.min()), float(values.max())
+    scaled = (values - low) / ((high - low) or 1.0) * (len(COLOURS) - 1)
+    below = np.minimum(scaled.astype(np.int64), len(COLOURS) - 2)
+    share = (scaled - below)[..., None]
+    mixed = COLOURS[below] * (1 - share) + COLOURS[below + 1] * share
+    pixels: npt.NDArray[np.uint8] = mixed.round().astype(np.uint8)
+    zoom = -(-LEAST_PIXELS // max(values.shape))
+    return np.repeat(np.repeat(pixels, zoom, axis=0), zoom, axis=1)
+
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """The file's bytes."""
+    height, width, _ = pixels.shape
+    lines = np.zeros((height, 1 + 3 * width), np.uint8)  # each line starts with its filter type, 0
+    lines[:, 1:] = pixels.reshape(height, 3 * width)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in chunks)
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

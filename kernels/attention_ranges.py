@@ -1,0 +1,118 @@
+"""The map of split-KV attention: which program handles which keys of which row.
+
+The tiles of all rows form one list, cut into equal ranges, one a program, as many as the GPU runs at once:
+
+    rows      |-- r0 --|- r1 -|------------------ r2 ------------------|
+    programs  |---- p0 ----|---- p1 ----|---- p2 ----|---- p3 ----|- p4
+
+To begin a row costs time too: each counts as ROW_COST tiles more, which lie before its real ones. The map is made on
+the device once a step and read by every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wavecore.kernels.batch import Batch
+
+ROW_COST = 2
+LEAST_ROWS = 1024  # one compiled kernel for all smaller batches
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Device tensors of the step's ranges, and room for their partial results.
+
+    Attributes:
+        tile_start: int32 [R + 1], where each row begins in the list; the last entry is the list's length.
+        first_row: int32 [programs], the row that holds the first tile of each range.
+        size: int32 [1], tiles a range.
+        partial: float32 [2 * programs, Hq, D]: of the row that a range begins with, of the one it ends with.
+        weight_log: float32 [2 * programs, Hq], log2 of the sum of exponentials.
+    """
+
+    tile_start: Tensor
+    first_row: Tensor
+    size: Tensor
+    partial: Tensor
+    weight_log: Tensor
+
+
+def make_ranges(batch: Batch, programs: int, heads: int, dim: int, window: int, tile: int) -> Ranges:
+    """Queue the making of the map.
+
+    Args:
+        programs: ranges to cut the list into.
+        heads, dim: query heads and head_dim, for the partial results.
+        window: tokens a query sees, 0 for all: tiles wholly before it are not in the list.
+        tile: keys a tile.
+    """
+    device, rows = batch.seq_lens.device, len(batch.seq_lens)
+
+    def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    made = Ranges(
+        tile_start=room(rows + 1),
+        first_row=room(programs),
+        size=room(1),
+        partial=room(2 * programs, heads, dim, dtype=torch.float32),
+        weight_log=room(2 * programs, heads, dtype=torch.float32),
+    )
+    _map_ranges[(1,)](
+        batch.query_start,
+        batch.seq_lens,
+        made.tile_start,
+        made.first_row,
+        made.size,
+        rows,
+        programs,
+        WINDOW=window,
+        TILE=tile,
+        ROW_COST=ROW_COST,
+        BLOCK_R=max(LEAST_ROWS, triton.next_power_of_2(rows)),
+        num_warps=4,
+    )
+    return made
+
+
+@triton.jit(do_not_specialize=["num_rows", "programs"])
+def _map_ranges(
+    query_start_ptr,
+    seq_lens_ptr,
+    tile_start_ptr,
+    first_row_ptr,
+    size_ptr,
+    num_rows,
+    programs,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    ROW_COST: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    row = tl.arange(0, BLOCK_R)
+    inside = row < num_rows
+    length = tl.load(seq_lens_ptr + row, mask=inside, other=0)
+    begin = tl.load(query_start_ptr + row, mask=inside, other=0)
+    end = tl.load(query_start_ptr + row + 1, mask=inside, other=0)
+    tiles = (length + TILE - 1) // TILE
+    if WINDOW:
+        tiles -= tl.maximum(length - WINDOW, 0) // TILE
+    tiles = tl.where((end - begin == 1) & (length > 0), tiles + ROW_COST, 0)
+    total = tl.sum(tiles)
+    size = tl.maximum((total + programs - 1) // programs, 1)
+    last = tl.cumsum(tiles)
+    first = last - tiles
+    tl.store(tile_start_ptr + row, first, mask=inside)
+    tl.store(tile_start_ptr + num_rows, total)
+    tl.store(size_ptr, size)
+    # the ranges whose first tile lies in a row: from ceil(first / size) to before ceil(last / size)
+    program = (first + size - 1) // size
+    after = (last + size - 1) // size
+    for step in range(0, tl.max(after - program)):
+        tl.store(first_row_ptr + program + step, row, mask=program + step < after)

@@ -1,0 +1,159 @@
+"""Host time of the engine's loop with the device faked: one core, no model, no sockets.
+
+    python scripts/bench_host_loop.py [--steps 2000]
+
+Prints Markdown tables: schedule and update per step at 1 to 1,024 running requests, alone and with 10,000 waiting; and
+deadlines in the timing wheel against a binary heap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.core import EngineCore
+from wavecore.engine_core.plan import StepPlan, StepResult
+from wavecore.engine_core.scripted import Script, ScriptedRunner
+from wavecore.engine_core.timing_wheel import TimingWheel
+from wavecore.transport.messages import Add, TensorFrame
+
+T = TypeVar("T")
+SCRIPT = Script(vocab_size=1000, num_blocks=1024 * 80, block_size=64, max_model_len=5120)
+CLIENT = b"benchmark client"
+SHAPES = ((1, 0), (32, 0), (256, 0), (1024, 0), (256, 10_000), (1024, 10_000))
+
+
+class FakeDevice(ScriptedRunner):
+    """Gives token 7 for every row, at once."""
+
+    def launch(self, plan: StepPlan) -> FakeStep:  # type: ignore[override]
+        return FakeStep(plan.num_rows)
+
+
+class FakeStep:
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def wait(self) -> StepResult:
+        return StepResult(np.full(self.rows, 7, np.int32), np.zeros(self.rows, np.uint8))
+
+
+def make_add(handle: int) -> Add:
+    prompt = np.random.default_rng(handle).integers(1, 999, 64 + handle % 64).astype(np.int32)
+    frame = TensorFrame("int32", prompt.shape, prompt.tobytes())
+    return Add(b"", CLIENT, handle + 1, handle, frame, {"max_tokens": None, "ignore_eos": True}, {"timeout": 3600.0})
+
+
+def bench_loop(running: int, waiting: int, steps: int) -> str:
+    config = EngineConfig(max_num_seqs=running, max_num_batched_tokens=max(8192, running), max_num_queued_reqs=1 << 20)
+    core = EngineCore(config, FakeDevice(config, script=SCRIPT))
+    adds = [make_add(handle) for handle in range(running + waiting)]
+    requests = [core.admit(add) for add in adds]
+    for request in requests[:running]:
+        core.add(request)
+    while len(core.life.waiting) or core.counters.steps < 50:
+        core.step()
+    enqueue = per_item(requests[running:], core.add)
+    phases = []
+    for _ in range(steps):
+        core.step()
+        phases.append(np.diff(core.stats.trace.last()[:5]) * 1e6)
+    cancel = per_item(list(range(running, running + waiting)), lambda handle: core.abort(CLIENT, [handle]))
+    schedule, _, _, update = np.transpose(phases)
+    both = schedule + update
+    cells = [np.median(schedule), np.median(update), np.median(both), np.percentile(both, 99)]
+    return row(running, waiting, *(f"{cell:.0f}" for cell in cells), enqueue, cancel)
+
+
+def per_item(items: list[T], do: Callable[[T], object]) -> str:
+    if not items:
+        return ""
+    start = time.perf_counter()
+    for item in items:
+        do(item)
+    return f"{(time.perf_counter() - start) / len(items) * 1e6:.1f}"
+
+
+class HeapTimers:
+    """The usual way: a binary heap, cancelled entries stay until they come up."""
+
+    def __init__(self) -> None:
+        self.heap: list[list[object]] = []
+        self.count = 0
+
+    def __len__(self) -> int:
+        return len(self.heap)
+
+    def insert(self, deadline: float, item: object) -> list[object]:
+        self.count += 1
+        entry = [deadline, self.count, item]
+        heapq.heappush(self.heap, entry)
+        return entry
+
+    def cancel(self, entry: list[object]) -> None:
+        entry[2] = None
+
+    def advance(self, now: float) -> list[object]:
+        fired = []
+        while self.heap and self.heap[0][0] <= now:  # type: ignore[operator]
+            item = heapq.heappop(self.heap)[2]
+            if item is not None:
+                fired.append(item)
+        return fired
+
+
+def bench_timers(name: str, timers: TimingWheel[object] | HeapTimers, count: int) -> str:
+    rng = random.Random(1)
+    deadlines = [rng.uniform(1.0, 600.0) for _ in range(count)]
+    start = time.perf_counter()
+    entries = [timers.insert(deadline, i) for i, deadline in enumerate(deadlines)]
+    inserted = time.perf_counter()
+    for step in range(2000):
+        timers.advance(step * 0.0005)  # steps of half a millisecond in which nothing is due
+    ticked = time.perf_counter()
+    for entry in entries[: count * 9 // 10]:
+        timers.cancel(entry)  # type: ignore[arg-type]
+    cancelled = time.perf_counter()
+    left = len(timers)
+    timers.advance(700.0)
+    drained = time.perf_counter()
+    return row(
+        name,
+        f"{(inserted - start) / count * 1e6:.2f}",
+        f"{(ticked - inserted) / 2000 * 1e6:.2f}",
+        f"{(cancelled - ticked) / (count * 9 // 10) * 1e6:.2f}",
+        left,
+        f"{(drained - cancelled) * 1e3:.1f}",
+    )
+
+
+def row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000)
+    steps = parser.parse_args().steps
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    print(row("running", "waiting", "schedule us", "update us", "both us", "p99 us", "enqueue us", "cancel us"))
+    print(row(*["---:"] * 8))
+    for running, waiting in SHAPES:
+        print(bench_loop(running, waiting, steps), flush=True)
+    print()
+    print(row("10,000 deadlines", "insert us", "tick us", "cancel us", "entries left", "rest fires, ms"))
+    print(row("---", *["---:"] * 5))
+    print(bench_timers("timing wheel", TimingWheel(0.0), 10_000))
+    print(bench_timers("heap", HeapTimers(), 10_000))
+
+
+if __name__ == "__main__":
+    main()

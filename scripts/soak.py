@@ -1,0 +1,338 @@
+"""Random load, aborts and faults on a real deployment with a scripted model, all from one seed; nothing may be lost.
+
+    python scripts/soak.py --seconds 60 --seed 1
+
+Faults: the engine is killed by a random signal, stopped for a moment or for good, its sockets get hostile bytes, an
+attached reader is stopped or killed, hundreds of requests are aborted at once. Each request must end exactly once and
+with the right tokens. Prints a summary; exit code 1 if a promise was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.frontend.llm import LLM
+from wavecore.frontend.mailbox import Mailbox, OutputKind
+from wavecore.frontend.outputs import RequestOutput
+from wavecore.frontend.prompts import as_prompt
+from wavecore.frontend.wakers import QueueWaker
+from wavecore.transport import restarts
+from wavecore.transport.errors import EngineDead, WavecoreError
+from wavecore.transport.process import ChildSpec
+from wavecore.transport.supervisor import Limits, Supervisor
+
+SCRIPT: dict[str, Any] = {"vocab_size": 1000, "eos_token_id": [], "num_blocks": 300, "step_seconds": 0.002}
+CONFIG: dict[str, Any] = {"max_num_seqs": 24, "max_num_batched_tokens": 256, "max_num_queued_reqs": 100}
+OUTSTANDING = 80
+FAULT_SECONDS = (1.0, 4.0)  # pause between two faults
+DRAIN_SECONDS = 60.0
+READER_REQUESTS = 4
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request of ours that has not ended."""
+
+    prompt: list[int]
+    max_tokens: int
+    abort_at: float
+
+
+@dataclass
+class Outcome:
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    detected: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    recovered: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    sent: int = 0
+
+
+def right_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """What the scripted model says when nothing goes wrong; see engine_core/scripted.py."""
+    checksum = seen = 0
+    tokens: list[int] = []
+    for i in range(len(prompt) + count):
+        if i >= len(prompt):
+            tokens.append(seen % SCRIPT["vocab_size"])
+        token = prompt[i] if i < len(prompt) else tokens[-1]
+        checksum = zlib.crc32(struct.pack("<I", token), checksum)
+        seen = zlib.crc32(struct.pack("<I", checksum), seen)
+    return tokens
+
+
+class Soak:
+    """One run.
+
+    Args:
+        supervisor: started.
+        chance: all randomness comes from it.
+    """
+
+    def __init__(self, supervisor: Supervisor, runtime_dir: Path, chance: random.Random) -> None:
+        self.supervisor, self.runtime_dir, self.chance = supervisor, runtime_dir, chance
+        self.llm = LLM.connect(runtime_dir)
+        self.service = self.llm._service
+        self.waker, self.live = QueueWaker(), dict[Mailbox, Sent]()
+        self.outcome = Outcome()
+        self.readers: list[subprocess.Popen[bytes]] = []
+        self.later: list[tuple[float, Callable[[], None]]] = []
+        self.down_since = 0.0  # when we broke the engine, until it serves again
+        self.seen_dead = False
+        self.broken_by, self.broken_epoch = "", ""
+
+    def run(self, seconds: float) -> Outcome:
+        end = time.monotonic() + seconds
+        next_fault = time.monotonic() + 1.0
+        while (now := time.monotonic()) < end:
+            self.fill(now)
+            self.turn(now)
+            if now >= next_fault and not self.down_since:
+                self.fault()
+                next_fault = now + self.chance.uniform(*FAULT_SECONDS)
+        end = time.monotonic() + DRAIN_SECONDS
+        while self.live and (now := time.monotonic()) < end:
+            self.turn(now)
+        for reader in self.readers:
+            with contextlib.suppress(ProcessLookupError):
+                reader.send_signal(signal.SIGCONT)
+            reader.kill()
+            reader.wait()
+        self.check_books()
+        self.llm.shutdown()
+        return self.outcome
+
+    # --- load -----------------------------------------------------------------------------------------------------
+
+    def fill(self, now: float) -> None:
+        chance = self.chance
+        while len(self.live) < OUTSTANDING:
+            prompt = [chance.randrange(1, 1000) for _ in range(chance.choice((1, 5, 40, 120)))]
+            count = chance.choice((1, 4, 20, 60))
+            params = SamplingParams(max_tokens=count, temperature=0)
+            timeout = 0.5 if chance.random() < 0.02 else None
+            request = self.service.prepare(
+                as_prompt({"prompt_token_ids": prompt}), params, resume=chance.random() < 0.3, timeout=timeout
+            )
+            self.outcome.sent += 1
+            try:
+                mailbox = self.service.submit(request, self.waker, OutputKind.FINAL)
+            except WavecoreError as error:
+                self.outcome.ends[f"refused: {error.code}"] += 1
+                return
+            abort_at = now + chance.uniform(0, 0.3) if chance.random() < 0.2 else float("inf")
+            self.live[mailbox] = Sent(prompt, count, abort_at)
+
+    def turn(self, now: float) -> None:
+        mailbox = self.waker.wait(0.01)
+        while mailbox is not None:
+            self.ended(mailbox)
+            mailbox = self.waker.wait(0)
+        for mailbox in [m for m, sent in self.live.items() if sent.abort_at <= now]:
+            self.live[mailbox].abort_at = float("inf")
+            self.service.client.abort(mailbox)
+        for item in [item for item in self.later if item[0] <= now]:
+            self.later.remove(item)
+            item[1]()
+        if self.down_since:
+            engine = self.supervisor.deployment().engines[0]
+            if engine.state == "ready" and engine.epoch != self.broken_epoch and self.service.client.engines:
+                self.outcome.recovered[self.broken_by].append(now - self.down_since)
+                self.down_since = 0.0
+
+    def ended(self, mailbox: Mailbox) -> None:
+        sent, output = self.live.pop(mailbox, None), mailbox.take()
+        if sent is None or output is None:
+            self.outcome.wrong.append("a request ended twice, or without a word")
+            return
+        if isinstance(output.error, EngineDead) and self.down_since and not self.seen_dead:
+            self.seen_dead = True
+            self.outcome.detected[self.broken_by].append(time.monotonic() - self.down_since)
+        self.check(sent, output)
+
+    def check(self, sent: Sent, output: RequestOutput) -> None:
+        [choice] = output.outputs
+        reason = str(choice.finish_reason)
+        self.outcome.ends[f"error: {output.error.code}" if output.error else reason] += 1
+        if reason == "length" and len(choice.token_ids) != sent.max_tokens:
+            self.outcome.wrong.append(f"finished with {len(choice.token_ids)} of {sent.max_tokens} tokens")
+        if list(choice.token_ids) != right_tokens(sent.prompt, len(choice.token_ids)):
+            self.outcome.wrong.append(f"wrong tokens after {sent.prompt[:5]}... ({reason})")
+
+    # --- faults ---------------------------------------------------------------------------------------------------
+
+    def fault(self) -> None:
+        fault = self.chance.choice(
+            (self.kill, self.kill, self.pause, self.stop, self.hostile, self.hostile, self.mass_abort, self.slow_reader)
+        )
+        self.outcome.faults[fault.__name__] += 1
+        fault()
+
+    def kill(self) -> None:
+        self._break(self.chance.choice((signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM)))
+
+    def stop(self) -> None:
+        """For good: the supervisor must notice."""
+        self._break(signal.SIGSTOP)
+
+    def pause(self) -> None:
+        """For less than the limit: nothing may happen."""
+        pid = self.supervisor.deployment().engines[0].pid
+        os.kill(pid, signal.SIGSTOP)
+        self.later.append((time.monotonic() + self.chance.uniform(0.2, 1.5), lambda: _signal(pid, signal.SIGCONT)))
+
+    def hostile(self) -> None:
+        """Bytes of no protocol, and well-framed messages of garbage, spoken without a ZeroMQ library."""
+        entry = self.supervisor.deployment().engines[0]
+        for address, kind in ((entry.input, b"PUSH"), (entry.output, b"DEALER")):
+            with socket.socket(socket.AF_UNIX) as peer, contextlib.suppress(OSError):
+                peer.settimeout(0.5)
+                peer.connect(address.removeprefix("ipc://"))
+                if self.chance.random() < 0.3:
+                    peer.sendall(self.chance.randbytes(500))
+                else:
+                    peer.sendall(_greeting(kind))
+                    for _ in range(self.chance.randrange(1, 100)):
+                        peer.sendall(
+                            _frame(self.chance.randbytes(self.chance.randrange(255)), self.chance.random() < 0.3)
+                        )
+
+    def mass_abort(self) -> None:
+        for mailbox in list(self.live):
+            self.service.client.abort(mailbox)
+
+    def slow_reader(self) -> None:
+        """Another client, stopped while it streams; then it goes on, or is killed."""
+        reader = subprocess.Popen(
+            [sys.executable, __file__, "--reader", str(self.runtime_dir)], stderr=subprocess.DEVNULL
+        )
+        self.readers.append(reader)
+        last = signal.SIGKILL if self.chance.random() < 0.5 else signal.SIGCONT
+        now = time.monotonic()
+        self.later.append((now + 1.5, lambda: _signal(reader.pid, signal.SIGSTOP)))
+        self.later.append((now + 4.0, lambda: _signal(reader.pid, last)))
+
+    def _break(self, number: signal.Signals) -> None:
+        engine = self.supervisor.deployment().engines[0]
+        self.down_since, self.seen_dead = time.monotonic(), False
+        self.broken_by, self.broken_epoch = number.name, engine.epoch
+        _signal(engine.pid, number)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def check_books(self) -> None:
+        """The engine is idle, its blocks are back and its books are in order."""
+        client, wrong = self.service.client, self.outcome.wrong
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with contextlib.suppress(WavecoreError):
+                stats = client.call("stats", timeout=5).result().value
+                if stats["running"] == stats["waiting"] == 0:
+                    break
+            time.sleep(0.1)
+        else:
+            wrong.append("the engine is not idle 30 s after the last request ended")
+            return
+        if client.call("check_integrity").result().value is not True:
+            wrong.append("check_integrity failed")
+        used = client.call("memory_stats").result().value["blocks_in_use"]
+        if used:
+            wrong.append(f"{used} blocks are still in use")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--reader", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.reader:
+        return _read(args.reader)
+    # A run breaks the engine more often in a minute than the back-off forgives in ten.
+    restarts.MAX_DEATHS, restarts.MAX_DELAY = 1 << 30, 1.0
+    fds, children = _open_fds(), set(psutil.Process().children(recursive=True))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as script:
+        json.dump(SCRIPT, script)
+        script.flush()
+        config = EngineConfig(model=f"scripted:{script.name}", skip_tokenizer_init=True, **CONFIG)
+        spec = ChildSpec("engine 0", "wavecore.engine_core", config.to_json())
+        with Supervisor([spec], limits=Limits(ready=60, drain=2)) as supervisor:
+            soak = Soak(supervisor, supervisor.start(), random.Random(args.seed))
+            outcome = soak.run(args.seconds)
+            restarted = supervisor.deployment().engines[0].restarts
+            runtime_dir = soak.runtime_dir
+    if set(psutil.Process().children(recursive=True)) - children:
+        outcome.wrong.append("processes are left")
+    if runtime_dir.exists():
+        outcome.wrong.append(f"{runtime_dir} is left")
+    lost = outcome.sent - outcome.ends.total()
+    _report(args, outcome, lost, restarted, _open_fds() - fds)
+    return 1 if lost or outcome.wrong else 0
+
+
+def _report(args: argparse.Namespace, outcome: Outcome, lost: int, restarted: int, fds: int) -> None:
+    print(f"seed {args.seed}, {args.seconds:g} s: {outcome.sent} requests, lost = {lost}, wrong = {len(outcome.wrong)}")
+    for name, count in sorted(outcome.ends.items()):
+        print(f"  {count:7d} {name}")
+    print("faults: " + ", ".join(f"{count} {name}" for name, count in sorted(outcome.faults.items())))
+    print(f"restarts: {restarted}; descriptors more than before: {fds}")
+    for what, by_fault in (("detected", outcome.detected), ("serving again", outcome.recovered)):
+        for name, times in sorted(by_fault.items()):
+            middle, longest = np.median(times), max(times)
+            print(f"{name} {what} after: median {middle:.3f} s, longest {longest:.3f} s ({len(times)} times)")
+    for line in outcome.wrong[:20]:
+        print(f"WRONG: {line}")
+
+
+def _read(runtime_dir: str) -> int:
+    """Another client: streams until it is killed, done, or told that the engine died."""
+    params = SamplingParams(max_tokens=2000, temperature=0)
+    with contextlib.suppress(WavecoreError), LLM.connect(runtime_dir) as llm:
+        llm.generate([{"prompt_token_ids": [i + 1]} for i in range(READER_REQUESTS)], params, use_tqdm=False)
+    return 0
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _open_fds() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def _greeting(kind: bytes) -> bytes:
+    """ZMTP 3.0 greeting with the NULL mechanism, and READY; rfc.zeromq.org/spec/23."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
+    return greeting + b"\x04" + bytes([len(ready)]) + ready
+
+
+def _frame(body: bytes, more: bool) -> bytes:
+    return bytes([more, len(body)]) + body
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""AsyncLLM on an engine process: streams, cancellation at every await, wakers, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from tests.e2e.scripted_model import ids_of, write_model
+
+from wavecore import AsyncLLM, OutputKind, RequestTimeout, SamplingParams, ValidationError, connect
+
+HELLO = 300
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def llm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncLLM]:
+    files = write_model(tmp_path_factory.mktemp("model"), {HELLO: ids_of("Hello world")}, step_seconds=0.002)
+    llm = await AsyncLLM.start(**files, max_num_seqs=16)
+    yield llm
+    await asyncio.to_thread(llm.shutdown)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def text_of(llm: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> str:
+    return "".join([o.outputs[0].text async for o in llm.generate(prompt, params, **options)])
+
+
+async def test_streams_side_by_side(llm: AsyncLLM) -> None:
+    texts = await asyncio.gather(*[text_of(llm, [HELLO, i + 1]) for i in range(30)])
+    assert texts == ["Hello world"] * 30
+    assert llm.num_unfinished == 0
+
+
+async def test_output_kinds(llm: AsyncLLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=16, seed=1)
+    whole = [o async for o in llm.generate([HELLO], params, output_kind="cumulative")]
+    assert all(b.outputs[0].text.startswith(a.outputs[0].text) for a, b in pairwise(whole))
+    assert whole[-1].outputs[0].text == "Hello world"
+    [final] = [o async for o in llm.generate([HELLO], params, output_kind=OutputKind.FINAL)]
+    assert final.outputs[0] == whole[-1].outputs[0]
+    with pytest.raises(ValueError, match="nothing"):
+        await text_of(llm, [HELLO], output_kind="nothing")
+
+
+async def test_slow_reader_gets_merged_deltas(llm: AsyncLLM) -> None:
+    stream = llm.generate([9, 9], LONG)
+    first = await anext(stream)
+    while llm.num_unfinished:  # the request ends in the engine while nobody reads
+        await asyncio.sleep(0.01)
+    rest = [o async for o in stream]
+    assert len(rest) == 1
+    assert len(first.outputs[0].token_ids) + len(rest[0].outputs[0].token_ids) == 200
+
+
+async def test_chat_and_embed_and_cache(llm: AsyncLLM) -> None:
+    outputs = [o async for o in llm.chat([{"role": "user", "content": "hi"}], GREEDY, "my id")]
+    assert outputs[-1].finished
+    assert {o.request_id for o in outputs} == {"my id"}
+    embedding = (await llm.embed([5, 6])).outputs.embedding
+    assert embedding.shape == (8,)
+    assert await llm.reset_prefix_cache()
+    await llm.check_health()
+    assert (await llm.get_tokenizer()).vocab_size > 400
+
+
+async def test_abort_by_id(llm: AsyncLLM) -> None:
+    outputs = []
+    async for output in llm.generate([9, 9], LONG, "to abort"):
+        outputs.append(output)
+        await llm.abort("to abort")
+        await llm.abort("unknown")
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert llm.num_unfinished == 0
+
+
+async def test_t7_cancel_at_every_moment(llm: AsyncLLM) -> None:
+    """Cancelled after 0, 1, 2, ... turns of the loop: nothing of the request stays, here or in the engine."""
+    for turns in range(40):
+        task = asyncio.create_task(text_of(llm, [9, turns + 1], LONG))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert llm.num_unfinished == 0
+    assert not llm._by_id
+    assert all(waker.num_waiting == 0 for waker in llm._wakers.values())
+    assert await text_of(llm, [HELLO]) == "Hello world"
+    answer = await asyncio.wrap_future(llm._service.client.call("debug_requests"))
+    assert answer.value == []
+
+
+async def test_cancel_a_final_request_and_an_embedding(llm: AsyncLLM) -> None:
+    for make in (lambda: text_of(llm, [9, 9], LONG, output_kind="final"), lambda: llm.embed([5] * 200)):
+        task: asyncio.Task[Any] = asyncio.create_task(make())
+        await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert llm.num_unfinished == 0
+
+
+async def test_validation_comes_before_anything_is_sent(llm: AsyncLLM) -> None:
+    for prompt in ("", [], {"prompt_token_ids": [512]}):
+        with pytest.raises(ValidationError):
+            await text_of(llm, prompt)
+    assert llm.num_unfinished == 0
+
+
+async def test_long_text_is_encoded_beside_the_loop(llm: AsyncLLM) -> None:
+    with pytest.raises(ValidationError, match="max_model_len"):
+        await text_of(llm, "word " * 8_000)
+    with pytest.raises(ValidationError, match="Unicode"):
+        await text_of(llm, "\ud800")
+
+
+async def test_timeout_ends_with_what_there_is(llm: AsyncLLM) -> None:
+    [output] = [o async for o in llm.generate([9, 9], LONG, timeout=0.1, output_kind="final")]
+    assert output.outputs[0].finish_reason == "timeout"
+    assert len(output.outputs[0].token_ids) < 200
+
+
+async def test_clients_attach_and_leave(llm: AsyncLLM) -> None:
+    for _ in range(3):
+        async with connect(llm.runtime_dir, asynchronous=True) as other:
+            assert await text_of(other, [HELLO]) == "Hello world"
+    with connect(llm.runtime_dir) as sync:
+        assert sync.generate([HELLO], GREEDY, use_tqdm=False)[0].outputs[0].text == "Hello world"
+
+
+async def test_two_event_loops_share_one_client(llm: AsyncLLM) -> None:
+    assert await asyncio.to_thread(lambda: asyncio.run(text_of(llm, [HELLO]))) == "Hello world"
+    assert await text_of(llm, [HELLO]) == "Hello world"
+
+
+async def test_prompt_embeds(llm: AsyncLLM) -> None:
+    hidden = int(llm._service.resolved["hidden_size"])
+    good = {"prompt_embeds": np.ones((3, hidden), np.float32)}
+    outputs = [o async for o in llm.generate(good, GREEDY)]
+    assert outputs[-1].finished
+    bad: list[Any] = [
+        np.ones((3, hidden + 1), np.float32),
+        np.ones(hidden, np.float32),
+        np.ones((0, hidden), np.float32),
+        np.full((3, hidden), np.nan, np.float32),
+        np.ones((3, hidden), np.int64),
+        "text",
+    ]
+    for embeds in bad:
+        with pytest.raises(ValidationError, match="prompt_embeds"):
+            await text_of(llm, {"prompt_embeds": embeds})
+
+
+async def test_attach_to_nothing(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no deployment"):
+        connect(tmp_path)
+    assert issubclass(RequestTimeout, TimeoutError)

@@ -1,0 +1,174 @@
+"""Ends that a program meets from outside: a killed engine, Ctrl-C, a dropped object, an engine over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.scripted_model import write_model
+
+from wavecore import LLM, AsyncLLM, EngineDead, Overloaded, SamplingParams, ValidationError, connect
+from wavecore.transport.deployment import read
+
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.0, max_tokens=4)
+DETECTION_SECONDS = 1.0
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    return write_model(tmp_path, step_seconds=0.02)
+
+
+def kill_engine(runtime_dir: Path) -> float:
+    os.kill(read(runtime_dir).engines[0].pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+async def test_t19_killed_engine_ends_every_stream(files: dict[str, str]) -> None:
+    async with await AsyncLLM.start(**files, max_num_seqs=64) as llm:
+        begun = asyncio.Semaphore(0)
+
+        async def read_all(i: int) -> float:
+            with pytest.raises(EngineDead, match="signal 9"):
+                async for _ in llm.generate([5, i + 1], LONG):
+                    begun.release()
+            return time.monotonic()
+
+        tasks = [asyncio.create_task(read_all(i)) for i in range(50)]
+        for _ in range(200):  # every stream has a token by then
+            await begun.acquire()
+        killed = kill_engine(llm.runtime_dir)
+        ended = await asyncio.wait_for(asyncio.gather(*tasks), 30)
+        assert max(ended) - killed < DETECTION_SECONDS
+        assert llm.num_unfinished == 0
+
+
+def test_killed_engine_ends_a_batch_and_the_restarted_one_serves(files: dict[str, str]) -> None:
+    with LLM(**files, max_num_seqs=4) as llm:
+        timer = threading.Timer(0.3, kill_engine, [llm.runtime_dir])
+        timer.start()
+        with pytest.raises(EngineDead, match="signal 9"):
+            llm.generate([[5, i + 1] for i in range(20)], LONG, use_tqdm=False)
+        timer.join()
+        assert llm._service.client.num_live == 0
+        deadline = time.monotonic() + 30
+        while not llm._service.client.engines:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert llm.generate([5, 6], SHORT, use_tqdm=False)[0].finished
+
+
+def test_ctrl_c_leaves_nothing_and_the_next_call_works(files: dict[str, str]) -> None:
+    with LLM(**files) as llm:
+        timer = threading.Timer(0.3, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, i + 1] for i in range(8)], LONG, use_tqdm=False)
+        timer.join()
+        assert llm._service.client.num_live == 0
+        assert llm.generate([5, 6], SHORT, use_tqdm=False)[0].finished
+
+
+async def test_overload_is_told_to_streams_and_waited_out_by_batches(files: dict[str, str]) -> None:
+    with LLM(**files, max_num_seqs=1, max_num_queued_reqs=4) as llm:
+        busy = AsyncLLM.connect(llm.runtime_dir)
+
+        async def one(i: int) -> str:
+            try:
+                outputs = [o async for o in busy.generate([5, i + 1], SHORT)]
+                return str(outputs[-1].outputs[0].finish_reason)
+            except Overloaded:
+                return "overloaded"
+
+        tasks = [asyncio.create_task(one(i)) for i in range(30)]
+        batch = await asyncio.to_thread(llm.generate, [[6, i + 1] for i in range(12)], SHORT, use_tqdm=False)
+        ends = await asyncio.gather(*tasks)
+        assert {"length", "overloaded"} == set(ends)
+        assert [o.outputs[0].finish_reason for o in batch] == ["length"] * 12
+        busy.shutdown()
+
+
+def test_batch_gives_up_on_an_engine_that_takes_nothing(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wavecore.frontend.batch.REFUSED_SECONDS", 0.3)
+    with LLM(**files, max_num_seqs=1, max_num_queued_reqs=1) as llm:
+        with pytest.raises(ValidationError, match="queue of 1"):
+            llm.generate([5], SamplingParams(n=2), use_tqdm=False)
+        running = llm.stream([9, 9], LONG)
+        next(running)
+        waiting = threading.Thread(target=lambda: list(llm.stream([9, 8], SHORT)))
+        waiting.start()
+        deadline = time.monotonic() + 30
+        while len(llm.debug_requests()) < 2:
+            assert time.monotonic() < deadline
+        with pytest.raises(Overloaded):
+            llm.generate([5, 6], SHORT, use_tqdm=False)
+        running.close()
+        waiting.join()
+        assert llm.generate([5, 6], SHORT, use_tqdm=False)[0].finished
+
+
+def test_stream_that_nobody_reads_is_not_sent(files: dict[str, str]) -> None:
+    with LLM(**files) as llm:
+        stream = llm.stream([9, 9], LONG)
+        assert llm._service.client.num_live == 0
+        assert next(stream).outputs[0].token_ids
+        del stream
+        gc.collect()
+        assert llm._service.client.num_live == 0
+
+
+def test_dropped_object_ends_its_engine(files: dict[str, str]) -> None:
+    llm = LLM(**files)
+    pid, runtime_dir = read(llm.runtime_dir).engines[0].pid, llm.runtime_dir
+    del llm
+    gc.collect()
+    assert not runtime_dir.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_attached_client_outlives_nothing(files: dict[str, str]) -> None:
+    with LLM(**files) as llm:
+        other = connect(llm.runtime_dir)
+        begun, error = threading.Event(), []
+
+        def stream() -> None:
+            try:
+                for _ in other.stream([7, 8], LONG):
+                    begun.set()
+            except EngineDead as dead:
+                error.append(dead)
+
+        thread = threading.Thread(target=stream)
+        thread.start()
+        assert begun.wait(30)
+    thread.join(30)
+    assert error
+    with pytest.raises(EngineDead):
+        other.generate([7], use_tqdm=False)
+    other.shutdown()
+
+
+def test_tcp_with_keys(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(**files, address="tcp://127.0.0.1") as llm:
+        entry = read(llm.runtime_dir).engines[0]
+        assert entry.input.startswith("tcp://127.0.0.1:")
+        first = llm.generate([5, 6], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+        with connect(llm.runtime_dir) as other:
+            assert other.generate([5, 6], SHORT, use_tqdm=False)[0].outputs[0].token_ids == first
+
+
+def test_deadlines_of_a_batch(files: dict[str, str]) -> None:
+    with LLM(**files, max_num_seqs=1) as llm:
+        outputs: list[Any] = llm.generate([[5, 1], [5, 2]], LONG, use_tqdm=False, timeout=0.5)
+        assert [o.outputs[0].finish_reason for o in outputs] == ["timeout", "timeout"]
+        assert outputs[0].outputs[0].token_ids
+        assert len(outputs[1].outputs[0].token_ids) <= 1  # it waited for the other nearly all the time

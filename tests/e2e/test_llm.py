@@ -1,0 +1,250 @@
+"""LLM on an engine process: what a newcomer from vLLM does on the first day."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.e2e.scripted_model import ids_of, write_model
+
+from wavecore import (
+    LLM,
+    ConfigError,
+    ModelError,
+    NotSupportedError,
+    RequestOutput,
+    SamplingParams,
+    ValidationError,
+    connect,
+)
+
+HELLO = 300
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_model(tmp_path_factory.mktemp("model"), {HELLO: ids_of("Hello world")})
+
+
+@pytest.fixture(scope="module")
+def llm(files: dict[str, str]) -> Iterator[LLM]:
+    with LLM(**files, max_num_seqs=8, max_num_queued_reqs=16) as llm:
+        yield llm
+
+
+def test_every_form_of_prompt(llm: LLM) -> None:
+    prompts: list[Any] = ["The capital", {"prompt": "of France"}, {"prompt_token_ids": [HELLO]}, [HELLO, 7]]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [o.prompt for o in outputs] == ["The capital", "of France", None, None]
+    assert [o.prompt_token_ids for o in outputs][2:] == [[HELLO], [HELLO, 7]]
+    assert all(o.finished for o in outputs)
+    assert outputs[2].outputs[0].text == "Hello world"
+    assert outputs[2].outputs[0].finish_reason == "stop"
+    assert outputs[2].outputs[0].stop_reason is None
+    assert outputs[0].outputs[0].finish_reason == "length"
+    assert len(outputs[0].outputs[0].token_ids) == 16
+
+
+def test_results_keep_their_order_and_repeat(llm: LLM) -> None:
+    prompts = [[10 + i, 11, 12 + i] for i in range(40)]  # more than the engine's queue takes at once
+    first = llm.generate(prompts, GREEDY, use_tqdm=False)
+    alone = [llm.generate(p, GREEDY, use_tqdm=False)[0] for p in prompts[::13]]
+    assert [o.prompt_token_ids for o in first] == prompts
+    assert [o.outputs[0].token_ids for o in first[::13]] == [o.outputs[0].token_ids for o in alone]
+
+
+def test_one_params_each(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (1, 2, 3)]
+    outputs = llm.generate([[5]] * 3, params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 2, 3]
+    with pytest.raises(ValidationError, match="2 given for 3 prompts"):
+        llm.generate([[5]] * 3, params[:2], use_tqdm=False)
+
+
+def test_stream_gives_deltas(llm: LLM) -> None:
+    deltas = list(llm.stream({"prompt_token_ids": [HELLO]}, GREEDY))
+    assert "".join(d.outputs[0].text for d in deltas) == "Hello world"
+    assert [d.finished for d in deltas] == [False] * (len(deltas) - 1) + [True]
+    [whole] = llm.generate([HELLO], GREEDY, use_tqdm=False)
+    assert [t for d in deltas for t in d.outputs[0].token_ids] == whole.outputs[0].token_ids
+
+
+def test_leaving_a_stream_aborts_it(llm: LLM) -> None:
+    for _ in llm.stream([9, 9], SamplingParams(max_tokens=200, ignore_eos=True)):
+        break
+    assert llm._service.client.num_live == 0
+
+
+def test_chat(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    [one] = llm.chat(messages, GREEDY, use_tqdm=False)
+    two = llm.chat([messages, [*messages, {"role": "assistant", "content": "x"}]], GREEDY, use_tqdm=False)
+    assert one.outputs[0].token_ids == two[0].outputs[0].token_ids
+    assert one.prompt_token_ids == llm.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True)
+    assert one.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_seeds_are_reported_and_repeat(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    [first] = llm.generate([7, 8], params, use_tqdm=False)
+    seed = first.outputs[0].seed
+    assert isinstance(seed, int)
+    assert first.num_cached_tokens is not None
+
+
+def test_metrics(llm: LLM) -> None:
+    [output] = llm.generate([4, 4], GREEDY, use_tqdm=False)
+    metrics = output.metrics
+    assert metrics.num_generation_tokens == 16
+    assert metrics.first_token_latency is not None
+    assert metrics.last_token_latency is not None
+    assert 0 < metrics.first_token_latency <= metrics.last_token_latency
+
+
+def test_progress_bar(llm: LLM) -> None:
+    class Bar:
+        steps = closed = 0
+
+        def __init__(self, **options: Any) -> None:
+            self.format_dict = {"elapsed": 1.0}
+            assert options["total"] == 3
+
+        def set_postfix_str(self, text: str, refresh: bool) -> None:
+            assert "tok/s" in text
+
+        def update(self, count: int) -> None:
+            Bar.steps += count
+
+        def close(self) -> None:
+            Bar.closed += 1
+
+    llm.generate([[5], [6], [7]], GREEDY, use_tqdm=Bar)
+    assert (Bar.steps, Bar.closed) == (3, 1)
+
+
+def test_a_second_client_in_the_same_process(llm: LLM) -> None:
+    with connect(llm.runtime_dir) as other:
+        a = other.generate([HELLO], GREEDY, use_tqdm=False)
+        assert a[0].outputs[0].text == "Hello world"
+    assert llm.generate([HELLO], GREEDY, use_tqdm=False)[0].outputs[0].text == "Hello world"
+
+
+def test_clients_in_other_processes(llm: LLM) -> None:
+    code = (
+        "import sys; from wavecore import connect, SamplingParams\n"
+        "params = SamplingParams(temperature=0, max_tokens=16)\n"
+        f"out = connect(sys.argv[1]).generate([[{HELLO}]], params, use_tqdm=False)\n"
+        "print(out[0].outputs[0].text)"
+    )
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, str(llm.runtime_dir)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [run.communicate(timeout=60)[0].strip() for run in runs] == ["Hello world"] * 2
+    assert [run.returncode for run in runs] == [0, 0]
+
+
+def test_cache_and_debug_calls(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = [3] * 64
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
+    assert llm.reset_prefix_cache()
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    assert llm.debug_requests() == []
+    assert llm.step_stats()[0]["steps"] > 0
+    llm.print_memory_stats()
+    assert "MiB" in capsys.readouterr().out
+
+
+def test_embed(llm: LLM) -> None:
+    outputs = llm.embed([[5, 6], [7]], use_tqdm=False)
+    for output in outputs:
+        assert output.outputs.embedding.dtype == np.float32
+        assert output.outputs.embedding.shape == (8,)
+    assert np.array_equal(llm.embed([5, 6], use_tqdm=False)[0].outputs.embedding, outputs[0].outputs.embedding)
+    with pytest.raises(ValidationError, match="pooling"):
+        llm.embed([5], pooling="max")
+
+
+def test_without_tokenizer(files: dict[str, str]) -> None:
+    with LLM(files["model"], skip_tokenizer_init=True) as llm:
+        [output] = llm.generate({"prompt_token_ids": [HELLO]}, GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids[:-1] == ids_of("Hello world")
+        assert output.outputs[0].text == ""
+        with pytest.raises(NotSupportedError, match="prompt_token_ids"):
+            llm.generate("text")
+        with pytest.raises(NotSupportedError, match="stop"):
+            llm.generate([HELLO], SamplingParams(stop="x"))
+
+
+def test_shutdown_is_final(files: dict[str, str]) -> None:
+    llm = LLM(**files)
+    runtime_dir = llm.runtime_dir
+    llm.shutdown()
+    llm.shutdown()
+    assert not runtime_dir.exists()
+    with pytest.raises(Exception, match="closed"):
+        llm.generate([HELLO], use_tqdm=False)
+
+
+def test_plain_script_without_main_guard(files: dict[str, str], tmp_path: Path) -> None:
+    """Also: the script just ends, without shutdown."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from wavecore import LLM, SamplingParams\n"
+        f"llm = LLM(**{files!r})\n"
+        f"print(llm.generate([[{HELLO}]], SamplingParams(temperature=0), use_tqdm=False)[0].outputs[0].text)\n"
+        "print(llm.runtime_dir)\n"
+    )
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    text, runtime_dir = run.stdout.splitlines()
+    assert text == "Hello world"
+    assert not Path(runtime_dir).exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"max_model_lenn": 5}, ConfigError, "did you mean max_model_len"),
+        ({"trust_remote_code": True}, NotSupportedError, "never run"),
+        ({"quantization": "awq"}, NotSupportedError, "GGUF"),
+        ({"enable_lora": True}, NotSupportedError, "merge the adapter"),
+        ({"max_num_seqs": "8"}, ConfigError, "max_num_seqs must be a whole number"),
+        ({"max_num_seqs": 1.5}, ConfigError, "max_num_seqs"),
+        ({"max_model_len": 10**12}, ConfigError, "max_model_len must be at most"),
+        ({"disable_tqdm": "yes"}, ConfigError, "disable_tqdm must be true or false"),
+        ({"dtype": "int3"}, ConfigError, "dtype must be one of auto"),
+        ({"gpu_memory_utilization": float("nan")}, ConfigError, "gpu_memory_utilization"),
+        ({"tensor_parallel_size": 2}, NotSupportedError, "tensor_parallel_size"),
+        ({"tokenizer": "/nowhere"}, ModelError, "nowhere"),
+    ],
+)
+def test_settings_are_refused_before_an_engine_starts(
+    files: dict[str, str], settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        LLM(**{**files, **settings})
+
+
+def test_names_of_vllm(llm: LLM) -> None:
+    with pytest.raises(NotSupportedError, match="beam_search"):
+        llm.beam_search(["a"])
+    with pytest.raises(NotSupportedError, match="lora_request"):
+        llm.generate([5], lora_request=object())  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="no attribute"):
+        llm.no_such_thing  # noqa: B018
+    assert isinstance(llm.generate([5], use_tqdm=False)[0], RequestOutput)
+    assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_failed_start_tells_the_cause(tmp_path: Path) -> None:
+    files = write_model(tmp_path, faults={"load_error": "the weights are cursed"})
+    with pytest.raises(ModelError, match="cursed"):
+        LLM(**files)

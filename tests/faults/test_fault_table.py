@@ -1,0 +1,13 @@
+"""docs/faults.md says what the fault tests say."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_table_is_in_step() -> None:
+    module = runpy.run_path(str(ROOT / "scripts" / "fault_table.py"))
+    assert module["TARGET"].read_text() == module["table"](), "run: python scripts/fault_table.py"

@@ -1,0 +1,133 @@
+"""One request is to blame: it ends, and nobody else notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.frontend.choice import Choice
+from wavecore.frontend.engine_request import EngineRequest
+from wavecore.frontend.mailbox import OutputKind
+from wavecore.frontend.prompts import as_prompt
+from wavecore.frontend.wakers import QueueWaker
+from wavecore.transport.errors import NumericalError, ResourceError, ValidationError, WavecoreError
+
+BAD = 7  # first prompt token of the request at fault
+
+
+def mates(deployed: Any) -> list[Any]:
+    return [deployed.stream(i, 60) for i in range(8)]
+
+
+def test_nan_in_one_row(deploy: Any) -> None:
+    """The logits of one request hold NaN or infinity.
+
+    That request ends with `NumericalError`; its blocks leave the prefix cache; its batch mates get the same tokens as
+    without it.
+    """
+    with deploy({"faults": {"nan_token": BAD}, "step_seconds": 0.005}) as deployed:
+        others = mates(deployed)
+        bad = deployed.stream(0, 10, prompt=(BAD, *range(1, 60)))
+        assert isinstance(bad.error, NumericalError)
+        for stream in others:
+            stream.check_finished()
+        assert deployed.call("memory_stats")["blocks_in_use"] == 0
+
+
+def test_exception_for_one_request(deploy: Any) -> None:
+    """A step raises an exception that belongs to one request (a sampler fault).
+
+    That request ends with the exception; the others are computed again and get the same tokens as without it.
+    """
+    with deploy({"faults": {"request_fault_token": BAD}, "step_seconds": 0.005}) as deployed:
+        others = mates(deployed)
+        bad = deployed.stream(0, 10, prompt=(BAD, 1, 2))
+        assert "told to fail this request" in str(bad.error)
+        for stream in others:
+            stream.check_finished()
+
+
+def test_out_of_memory_once(deploy: Any) -> None:
+    """A step runs out of GPU or host memory.
+
+    The running requests are preempted and computed again in smaller steps; all of them finish.
+    """
+    with deploy({"faults": {"oom_at_steps": [6]}, "step_seconds": 0.005}) as deployed:
+        for stream in mates(deployed):
+            stream.check_finished()
+        assert deployed.engine.restarts == 0
+
+
+def test_out_of_memory_again_and_again(deploy: Any) -> None:
+    """A request needs more memory than there is, in every step that it takes part in.
+
+    The biggest request of the step ends with `ResourceError`; the engine stays and the others finish.
+    """
+    with deploy({"faults": {"oom_token": BAD}, "step_seconds": 0.005}) as deployed:
+        others = mates(deployed)
+        bad = deployed.stream(0, 10, prompt=(BAD, *range(1, 300)))
+        assert isinstance(bad.error, ResourceError)
+        for stream in others:
+            stream.check_finished()
+        assert deployed.engine.restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("wire", "ids", "field"),
+    [
+        ({"temperature": -1.0}, [1], "temperature"),
+        ({"n": 10**9}, [1], "n"),
+        ({"max_tokens": -5}, [1], "max_tokens"),
+        ({"logit_bias": {10**6: 1.0}}, [1], "logit_bias"),
+        ({"unknown": 1}, [1], "unknown"),
+        ({}, [10**6], "prompt"),
+        ({}, [-1], "prompt"),
+        ({}, [], "prompt"),
+        ({}, [1] * 5000, "prompt"),
+    ],
+)
+def test_values_are_checked_in_the_engine_again(deploy: Any, wire: dict[str, Any], ids: list[int], field: str) -> None:
+    """A client sends a value out of bounds past its own checks.
+
+    The engine refuses the request by the field's name; nothing else is affected.
+    """
+    with deploy() as deployed:
+        service = deployed.llm._service
+        honest = service.prepare(as_prompt({"prompt_token_ids": [1]}), SamplingParams(max_tokens=5, temperature=0))
+        lie = EngineRequest("lie", None, np.array(ids, np.int32), honest.params, {"max_tokens": 5, **wire}, {})
+        error = _end_of(service, lie)
+        assert isinstance(error, ValidationError)
+        assert field in str(error)
+        deployed.check_serving()
+
+
+def test_failing_detokenizer(deploy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turning tokens into text fails for one request.
+
+    That stream ends with an error and is aborted in the engine; the others go on.
+    """
+    feed = Choice.feed
+
+    def break_one(self: Choice, tokens: Any, *rest: Any, **more: Any) -> None:
+        if tokens and tokens[0] == 999:
+            raise RuntimeError("no such byte")
+        feed(self, tokens, *rest, **more)
+
+    monkeypatch.setattr(Choice, "feed", break_one)
+    with deploy({"step_seconds": 0.005, "scripts": {str(BAD): [1, 2, 3, 999, 4, 5]}}) as deployed:
+        others = mates(deployed)
+        bad = deployed.stream(0, 99, prompt=(BAD, 1))
+        assert isinstance(bad.error, WavecoreError)
+        assert "no such byte" in str(bad.error)
+        for stream in others:
+            stream.check_finished()
+
+
+def _end_of(service: Any, request: EngineRequest) -> BaseException | None:
+    waker = QueueWaker()
+    mailbox = service.submit(request, waker, OutputKind.FINAL)
+    assert waker.wait(30) is mailbox
+    return mailbox.take().error

@@ -1,0 +1,54 @@
+"""Long runs: nothing grows."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import psutil
+import pytest
+
+from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.frontend.mailbox import Mailbox, OutputKind
+from wavecore.frontend.prompts import as_prompt
+from wavecore.frontend.wakers import QueueWaker
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [5_000, pytest.param(200_000, marks=pytest.mark.slow)])
+def test_many_short_requests_with_random_aborts(deploy: Any, count: int) -> None:
+    """Two hundred thousand short requests come and go, a third of them aborted at a random moment.
+
+    The memory of engine and client stays flat, and the number of free cache blocks is what it was at the start.
+    """
+    with deploy(num_gpu_blocks_override=200, max_num_seqs=64) as deployed:
+        chance = random.Random(count)
+        service, waker = deployed.llm._service, QueueWaker()
+        client = service.client
+        processes = [psutil.Process(), psutil.Process(deployed.engine.pid)]
+        params = [SamplingParams(max_tokens=n, temperature=0) for n in (1, 2, 4)]
+        live: dict[Mailbox, None] = {}
+        sent = ended = 0
+        settled: list[int] = []
+        while ended < count:
+            while sent < count and len(live) < 200:
+                prompt = as_prompt(
+                    {"prompt_token_ids": [chance.randrange(1, 1000) for _ in range(chance.randrange(1, 40))]}
+                )
+                live[service.submit(service.prepare(prompt, chance.choice(params)), waker, OutputKind.FINAL)] = None
+                sent += 1
+            if chance.random() < 0.33:
+                client.abort(next(iter(live)))
+            mailbox = waker.wait(30)
+            while mailbox is not None:
+                assert mailbox.take().error is None
+                del live[mailbox]
+                ended += 1
+                mailbox = waker.wait(0)
+            if not settled and ended > count // 4:
+                settled = [p.memory_info().rss for p in processes]
+        assert client.num_live == 0
+        grown = [p.memory_info().rss - before for p, before in zip(processes, settled, strict=True)]
+        print(f"{count} requests; grown since the first quarter: client {grown[0]} bytes, engine {grown[1]} bytes")
+        assert max(grown) < 16 << 20
+        assert deployed.call("memory_stats")["blocks_in_use"] == 0

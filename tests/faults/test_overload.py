@@ -1,0 +1,155 @@
+"""More than fits: too many requests, readers that do not read, clients that go away."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import numpy as np
+from tests.faults.conftest import until
+
+from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.frontend.mailbox import Mailbox, OutputKind
+from wavecore.frontend.prompts import as_prompt
+from wavecore.frontend.wakers import QueueWaker
+from wavecore.transport.errors import Overloaded
+
+
+def submit(deployed: Any, count: int, max_tokens: int = 5, length: int = 3) -> tuple[QueueWaker, set[Mailbox]]:
+    """Many requests without a thread each."""
+    service, waker = deployed.llm._service, QueueWaker()
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    boxes = set()
+    for i in range(count):
+        prompt = as_prompt({"prompt_token_ids": [i % 900 + 1] * length})
+        boxes.add(service.submit(service.prepare(prompt, params), waker, OutputKind.FINAL))
+    return waker, boxes
+
+
+def ends(waker: QueueWaker, boxes: set[Mailbox]) -> list[Any]:
+    """The final output of each, each exactly once."""
+    left, outputs = set(boxes), []
+    while left:
+        mailbox = waker.wait(30)
+        assert mailbox in left, "nothing, or an end for the second time"
+        left.remove(mailbox)
+        outputs.append(mailbox.take())
+    assert waker.wait(0) is None
+    return outputs
+
+
+def test_more_requests_than_the_queue_takes(deploy: Any) -> None:
+    """Ten times more requests arrive than `max_num_queued_reqs` allows.
+
+    Those over the bound are refused with `Overloaded` at once, the others finish; `LLM.generate` waits and sends the
+    refused ones again by itself.
+    """
+    with deploy({"step_seconds": 0.02}, max_num_seqs=8, max_num_queued_reqs=50) as deployed:
+        outputs = ends(*submit(deployed, 1000))
+        refused = [o for o in outputs if isinstance(o.error, Overloaded)]
+        finished = [o for o in outputs if o.error is None]
+        assert len(refused) + len(finished) == 1000
+        assert 50 <= len(finished) < 500
+        assert "max_num_queued_reqs 50" in str(refused[0].error)
+        params = SamplingParams(max_tokens=2, temperature=0)
+        outputs = deployed.llm.generate([{"prompt_token_ids": [1, 2]}] * 200, params, use_tqdm=False)
+        assert [o.outputs[0].finish_reason for o in outputs] == ["length"] * 200
+
+
+def test_more_bytes_than_the_queue_takes(deploy: Any) -> None:
+    """Prompts of more than `max_num_queued_bytes` wait.
+
+    Further requests are refused with `Overloaded`, whatever their number; aborts still get through.
+    """
+    script = {"max_model_len": 60_000, "num_blocks": 4000, "step_seconds": 0.02}
+    with deploy(script, max_num_seqs=1, max_num_queued_bytes=2_000_000) as deployed:
+        waker, boxes = submit(deployed, 30, length=50_000)
+        client = deployed.llm._service.client
+        until(lambda: deployed.call("stats")["waiting"])
+        for mailbox in list(boxes)[:10]:
+            client.abort(mailbox)
+        outputs = ends(waker, boxes)
+        reasons = {o.outputs[0].finish_reason for o in outputs}
+        assert reasons <= {"length", "abort", "error"}
+        assert any(isinstance(o.error, Overloaded) and "bytes" in str(o.error) for o in outputs)
+
+
+def test_aborts_at_any_moment(deploy: Any) -> None:
+    """Requests are aborted while they wait, in the middle of their prompt, at their last step, twice, or long after.
+
+    An abort is never an error; every request ends once and all its cache blocks come back.
+    """
+    with deploy(
+        {"step_seconds": 0.001}, max_num_batched_tokens=64, max_num_seqs=8, num_gpu_blocks_override=60
+    ) as deployed:
+        chance = random.Random(0)
+        client = deployed.llm._service.client
+        waker, boxes = submit(deployed, 300, max_tokens=6, length=100)
+        order = list(boxes)
+        chance.shuffle(order)
+        for mailbox in order[:200]:
+            client.abort(mailbox)
+            if chance.random() < 0.3:
+                client.abort(mailbox)
+        outputs = ends(waker, boxes)
+        reasons = [o.outputs[0].finish_reason for o in outputs]
+        assert reasons.count("abort") > 100
+        assert set(reasons) == {"abort", "length"}
+        for mailbox in order:
+            client.abort(mailbox)
+        until(lambda: deployed.call("memory_stats")["blocks_in_use"] == 0)
+
+
+def test_a_thousand_aborts_at_once(deploy: Any) -> None:
+    """A thousand requests are aborted in one go.
+
+    All end; the engine is free for the next request in the next step.
+    """
+    with deploy({"step_seconds": 0.01}, max_num_seqs=16) as deployed:
+        waker, boxes = submit(deployed, 1000, max_tokens=1000)
+        client = deployed.llm._service.client
+        for mailbox in boxes:
+            client.abort(mailbox)
+        assert {o.outputs[0].finish_reason for o in ends(waker, boxes)} == {"abort"}
+        deployed.check_serving()
+        assert deployed.call("debug_requests") == []
+
+
+def test_consumer_leaves(deploy: Any) -> None:
+    """A consumer leaves its stream (a closed browser tab, `break` in a loop) while the request runs or waits.
+
+    The request is aborted in the engine and its blocks are free again.
+    """
+    with deploy({"step_seconds": 0.005}, max_num_seqs=1) as deployed:
+        running = deployed.llm.stream({"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=4000, temperature=0))
+        next(running)
+        waiting = deployed.llm.stream({"prompt_token_ids": [3]}, SamplingParams(max_tokens=4000, temperature=0))
+        thread = threading.Thread(target=lambda: next(waiting))
+        thread.start()
+        until(lambda: deployed.call("stats")["waiting"] == 1)
+        running.close()
+        thread.join(30)
+        waiting.close()
+        until(lambda: deployed.call("debug_requests") == [])
+
+
+def test_large_prompt_does_not_stop_others(deploy: Any) -> None:
+    """A prompt of tens of megabytes arrives while others stream.
+
+    It is taken in beside the running steps: the others go on token by token, and it is answered or refused by name.
+    """
+    length = 5_000_000
+    script = {"max_model_len": length + 10, "num_blocks": 5000, "block_size": 1024, "step_seconds": 0.002}
+    with deploy(script, max_num_seqs=4, max_num_batched_tokens=2048, enable_prefix_caching=False) as deployed:
+        stream = deployed.stream(1, 500)
+        assert stream.first.wait(30)
+        service = deployed.llm._service
+        prompt = np.tile(np.arange(1, 1000, dtype=np.int32), length // 999)
+        request = service.prepare(as_prompt({"prompt_token_ids": prompt.tolist()}), SamplingParams(max_tokens=1))
+        seen = len(stream.tokens)
+        mailbox = service.submit(request, QueueWaker(), OutputKind.FINAL)
+        until(lambda: deployed.call("stats")["running"] == 2)
+        until(lambda: len(stream.tokens) > seen or stream.ends)
+        service.client.abort(mailbox)
+        stream.check_finished()

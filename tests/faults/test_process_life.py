@@ -1,0 +1,274 @@
+"""Parents that die, signals at any moment, and what is left behind: nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.faults.conftest import until
+
+from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.frontend.llm import LLM
+from wavecore.transport import deployment
+from wavecore.transport.errors import EngineDead, ModelError, Overloaded, StartError
+from wavecore.transport.process import ChildSpec
+from wavecore.transport.runtime_dir import is_held
+from wavecore.transport.supervisor import Supervisor
+
+SERVE = """
+import sys
+from wavecore.frontend.service import make_supervisor
+from wavecore.frontend.vllm_names import engine_config
+config = engine_config({{"model": "scripted:{script}", "max_num_seqs": 4, "shutdown_timeout": {drain}}})
+print("importing is done", flush=True)
+supervisor = make_supervisor(config)
+sys.exit(supervisor.serve(lambda *phase: print(*phase, flush=True), lambda path: print("ready", path, flush=True)))
+"""
+
+EMBED = """
+import multiprocessing, sys, time
+from wavecore.frontend.llm import LLM
+llm = LLM("scripted:{script}", disable_tqdm=True)
+if {fork}:
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+print("ready", llm.runtime_dir, flush=True)
+time.sleep(600)
+"""
+
+
+class Program:
+    """A program of a user that starts an engine."""
+
+    def __init__(self, code: str, script: Path, **values: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code.format(script=script, **values)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self.lines = iter(self.process.stdout)
+
+    def read_until(self, word: str) -> str:
+        return next(line for line in self.lines if line.startswith(word))
+
+    def ready(self) -> Path:
+        return Path(self.read_until("ready").split()[1])
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def finish(self) -> int:
+        code = self.process.wait(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.json"
+    path.write_text('{"vocab_size": 1000, "eos_token_id": [], "load_seconds": 0.2, "step_seconds": 0.01}')
+    return path
+
+
+@pytest.fixture
+def program(script: Path) -> Iterator[Any]:
+    started: list[Program] = []
+
+    def start(code: str, **values: Any) -> Program:
+        started.append(Program(code, script, **values))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            os.killpg(one.process.pid, signal.SIGKILL)
+            one.finish()
+
+
+def gone(family: list[psutil.Process], seconds: float) -> bool:
+    return not psutil.wait_procs(family, seconds)[1]
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_killed_program(program: Any, fork: bool) -> None:
+    """The program that embeds the engine is killed (kill -9), even while a fork of it lives on.
+
+    The engine ends within two seconds, by itself. Its runtime directory is removed by the next start.
+    """
+    one = program(EMBED, fork=fork)
+    path = one.ready()
+    [engine] = [p for p in one.family() if "wavecore engine" in " ".join(p.cmdline())]
+    one.process.kill()
+    assert gone([engine], 2.0)
+    one.process.wait(30)
+    assert deployment.read(path).state == "dead"
+    os.killpg(one.process.pid, signal.SIGKILL) if fork else None
+    one.finish()
+    until(lambda: not is_held(path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_drain(program: Any, number: signal.Signals) -> None:
+    """`wavecore engine` gets SIGTERM or SIGINT while requests run.
+
+    New requests are refused with `Overloaded`; running ones finish. Then it ends with status 0 (SIGTERM) or 130
+    (SIGINT) and leaves nothing.
+    """
+    one = program(SERVE, drain=30)
+    path = one.ready()
+    family = one.family()
+    with LLM.connect(path) as llm:
+        stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, _params(100))
+        next(stream)
+        one.process.send_signal(number)
+        for _ in range(1000):
+            if deployment.read(path).state == "draining":
+                break
+        with pytest.raises((Overloaded, EngineDead)):
+            for _ in range(50):  # until the signal has reached the engine
+                list(llm.stream({"prompt_token_ids": [1]}, _params(1)))
+        outputs = list(stream)
+        assert outputs[-1].outputs[0].finish_reason == "length"
+    assert one.finish() == (0 if number == signal.SIGTERM else 130)
+    assert gone(family, 2.0)
+    assert not path.exists()
+
+
+def test_drain_has_a_limit(program: Any) -> None:
+    """Requests still run when `shutdown_timeout` has passed after SIGTERM.
+
+    Each ends with an error that says so; the program ends with status 0.
+    """
+    one = program(SERVE, drain=0.5)
+    path = one.ready()
+    with LLM.connect(path) as llm:
+        stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, _params(4000))
+        next(stream)
+        one.process.send_signal(signal.SIGTERM)
+        with pytest.raises(EngineDead, match="stopped before this request ended"):
+            list(stream)
+    assert one.finish() == 0
+    assert not path.exists()
+
+
+def test_second_signal_ends_at_once(program: Any) -> None:
+    """A second SIGTERM or SIGINT arrives while the engine drains.
+
+    It ends now: running requests get their error, nothing is left, the status is the documented one.
+    """
+    one = program(SERVE, drain=600)
+    path = one.ready()
+    family = one.family()
+    with LLM.connect(path) as llm:
+        stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, _params(4000))
+        next(stream)
+        one.process.send_signal(signal.SIGTERM)
+        while deployment.read(path).state == "ready":
+            pass
+        one.process.send_signal(signal.SIGTERM)
+        with pytest.raises(EngineDead):
+            list(stream)
+    assert one.finish() == 0
+    assert gone(family, 2.0)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s > 2 else []) for s in range(20)])
+def test_signal_at_any_moment_of_the_start(program: Any, seed: int) -> None:
+    """SIGTERM arrives at any moment while the engine starts and loads.
+
+    The program ends soon with a documented status, and no process or folder is left.
+    """
+    one = program(SERVE, drain=30)
+    one.read_until("importing")
+    threading.Event().wait(random.Random(seed).uniform(0.0, 0.6))
+    family = one.family()
+    one.process.send_signal(signal.SIGTERM)
+    rest = "".join(one.lines)
+    assert one.finish() in (0, -signal.SIGTERM)
+    assert gone(family, 2.0)
+    if "ready" in rest:
+        assert not Path(rest.split("ready ")[1].split()[0]).exists()
+
+
+def test_many_starts_at_once(deploy: Any) -> None:
+    """Many engines are started on one machine at the same moment.
+
+    Each gets addresses of its own: nothing is fixed, nothing is probed first and bound later.
+    """
+    with deploy() as deployed:
+        config = '{"model": "scripted:", "skip_tokenizer_init": true}'
+        tcp = [Supervisor([ChildSpec("engine 0", "wavecore.engine_core", config)] * 3, address="tcp://127.0.0.1")]
+        ipc = [Supervisor([ChildSpec("engine 0", "wavecore.engine_core", config)] * 3) for _ in range(2)]
+        threads = [threading.Thread(target=s.start) for s in tcp + ipc]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        try:
+            entries = [e for s in tcp + ipc for e in s.deployment().engines]
+            assert [e.state for e in entries] == ["ready"] * 9
+            assert len({e.input for e in entries} | {e.output for e in entries}) == 18
+            for supervisor in tcp + ipc:
+                assert supervisor.runtime_dir is not None
+                with LLM.connect(supervisor.runtime_dir) as llm:
+                    [output] = llm.generate([{"prompt_token_ids": [1]}], _params(3), use_tqdm=False)
+                    assert output.outputs[0].finish_reason == "length"
+        finally:
+            for supervisor in tcp + ipc:
+                supervisor.stop()
+        deployed.check_serving()
+
+
+@pytest.mark.parametrize(
+    ("faults", "error", "words"),
+    [
+        ({"load_error": "model.safetensors: header is cut off"}, ModelError, "header is cut off.*while: load"),
+        ({"exit_at_phase": {"phase": "kv_cache", "signal": 9}}, StartError, "signal 9.*while: kv_cache"),
+        ({"exit_at_phase": {"phase": "load", "code": 3}}, StartError, "status 3.*while: load"),
+    ],
+)
+def test_failing_start(deploy: Any, faults: dict[str, Any], error: type[Exception], words: str) -> None:
+    """The engine cannot start: a bad model file, a missing library, the OOM killer.
+
+    The start raises at once what the engine said, or for a silent death the signal and its likely cause, with the phase
+    and the last lines of output; the exit codes are 2 (settings), 3 (port or other resource), 4 (model), 5 (other).
+    """
+    with pytest.raises(error, match=words), deploy({"faults": faults}):
+        pass
+
+
+def test_missing_model_folder() -> None:
+    """The model folder does not exist.
+
+    The start fails within seconds with `ModelError` that names the path (exit code 4).
+    """
+    with pytest.raises(ModelError, match="/nonexistent/model") as caught:
+        LLM("/nonexistent/model", disable_tqdm=True)
+    assert caught.value.exit_code == 4
+
+
+def test_foreign_address() -> None:
+    """The address belongs to no interface of this machine.
+
+    The start fails with `ResourceError` that names it (exit code 3).
+    """
+    with pytest.raises(Exception, match=r"192\.0\.2\.1") as caught:
+        LLM("scripted:", address="tcp://192.0.2.1", disable_tqdm=True)
+    assert getattr(caught.value, "exit_code", None) == 3
+
+
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)

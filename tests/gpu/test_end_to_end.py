@@ -1,0 +1,55 @@
+"""An engine process on a GPU: requests over the sockets, steps in flight, and the choice of the device."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.models.checkpoints import assert_greedy, load_reference, make_config, save_model
+from tests.models.test_equality_families import prompts
+
+from wavecore import LLM, ConfigError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SETTINGS = {"skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "model", make_config("Qwen3"))
+
+
+def test_a_small_cache_with_preemption_gives_the_reference_tokens(folder: Path) -> None:
+    """Chunks, prefix hits, preemption and swapping, two steps in flight; every request's tokens are transformers'."""
+    reference = load_reference(folder)
+    asked = prompts(40)
+    with LLM(
+        str(folder), device="cuda", num_gpu_blocks_override=40, block_size=16, swap_space_gib=0.01, **SETTINGS
+    ) as llm:
+        outputs = llm.generate(asked, GREEDY, use_tqdm=False)
+    for prompt, output in zip(asked, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        assert len(tokens) == 24
+        assert_greedy(reference, prompt, tokens)
+
+
+def test_cpu_and_gpu_engines_draw_the_same_samples(folder: Path) -> None:
+    params = [SamplingParams(temperature=1.0, top_k=20, top_p=0.95, seed=i, max_tokens=16) for i in range(12)]
+    drawn = []
+    for device in ("cpu", "cuda"):
+        with LLM(str(folder), device=device, num_gpu_blocks_override=200, block_size=16, **SETTINGS) as llm:
+            outputs = llm.generate(prompts(12), params, use_tqdm=False)
+        drawn.append([tuple(output.outputs[0].token_ids) for output in outputs])
+    assert sum(a == b for a, b in zip(*drawn, strict=True)) >= 11  # rounding may decide one near tie
+
+
+def test_visible_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU named by its UUID is the process's cuda:0; a device that is not visible is a typed error."""
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    uuid = listing.splitlines()[-1].split("UUID: ")[1].rstrip(") \n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuid)
+    with LLM(str(folder), device="cuda:0", num_gpu_blocks_override=64, **SETTINGS) as llm:
+        assert len(llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 24
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+        LLM(str(folder), device="cuda:1", num_gpu_blocks_override=64, **SETTINGS)

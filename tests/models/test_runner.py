@@ -1,0 +1,128 @@
+"""The runner's own promises: settings, memory, custom kernels, swapped blocks, and failing steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.models import custom_ops
+from tests.models.checkpoints import make_config, save_model
+from tests.models.driver import Driver, load
+from tests.models.engine import Engine
+
+from wavecore.engine_core.model import Decoder
+from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.kernels import ops
+from wavecore.transport.errors import ConfigError
+
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[i, 2 * i, 7] for i in range(1, 9)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("runner") / "model", make_config("Llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    return Engine(folder).generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"device": "tpu"}, 'give "auto", "cpu"'),
+        ({"device": "meta"}, 'give "auto", "cpu"'),
+        ({"device": "cuda:99"}, "CUDA devices"),
+        ({"max_model_len": 300}, "max_model_len 300 is above the 256"),
+        ({"num_gpu_blocks_override": None, "kv_cache_memory_gib": 1e-6}, "kv_cache_memory_gib.*raise it"),
+        ({"custom_ops": {"silu_mul": "no_such_module:f"}}, "no_such_module"),
+        ({"custom_ops": {"silly_mul": "tests.models.custom_ops:silu_mul"}}, "silly_mul"),
+        ({"custom_ops": {"silu_mul": "tests.models.custom_ops:doubled"}}, "silu_mul"),
+    ],
+)
+def test_settings_that_cannot_work(folder: Path, settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load(folder, **settings)
+
+
+def test_a_kernel_replaced_by_name_is_used(folder: Path, expected: list[list[int]]) -> None:
+    try:
+        engine = Engine(folder, custom_ops={"silu_mul": "tests.models.custom_ops:silu_mul"})
+        custom_ops.calls = 0
+        assert engine.generate(PROMPTS, GREEDY) == expected
+        assert custom_ops.calls > 0
+    finally:
+        ops.unregister_op("silu_mul")
+
+
+def test_cache_size_and_memory_stats(folder: Path) -> None:
+    runner = load(folder, num_gpu_blocks_override=None, kv_cache_memory_gib=0.001, swap_space_gib=0.0005)
+    token_bytes = 3 * 2 * 2 * 64 * 4
+    assert runner.info.num_blocks == int(0.001 * 2**30) // (4 * token_bytes)
+    assert runner.info.num_host_blocks == int(0.0005 * 2**30) // (4 * token_bytes)
+    assert runner.info.swap_block_seconds > 0
+    stats = runner.memory_stats()  # type: ignore[attr-defined]
+    assert stats["kv_cache_bytes"] == runner.info.num_blocks * 4 * token_bytes
+    assert stats["weights_bytes"] > 100_000
+
+
+def test_bfloat16_runs(folder: Path) -> None:
+    engine = Engine(folder, dtype="bfloat16")
+    assert engine.runner.info.dtype == "bfloat16"
+    assert all(len(tokens) == 12 for tokens in engine.generate(PROMPTS, GREEDY))
+
+
+def test_swapped_and_copied_blocks_keep_their_contents(folder: Path, expected: list[list[int]]) -> None:
+    runner = load(folder, num_gpu_blocks_override=40, swap_space_gib=0.001)
+    driver = Driver(runner)
+    sequence = driver.add(PROMPTS[0], 12, 0)
+    for _ in range(6):
+        driver.step([sequence])
+    held = list(sequence.blocks)
+    driver.move(swap_out=[(block, i) for i, block in enumerate(held)])
+    runner.pages[held] = 7.0  # type: ignore[attr-defined]
+    fresh = [30 + i for i in range(len(held))]
+    driver.move(swap_in=[(i, block) for i, block in enumerate(fresh)])
+    runner.host_pages.fill_(9.0)  # type: ignore[attr-defined]
+    last = [35 + i for i in range(len(held))]
+    driver.move(copies=list(zip(fresh, last, strict=True)), table=[(0, i, block) for i, block in enumerate(last)])
+    runner.pages[fresh] = 7.0  # type: ignore[attr-defined]
+    sequence.blocks = last
+    driver.next_block = 20
+    assert driver.run([sequence]) == expected[:1]
+
+
+def test_preemption_by_swapping_through_the_engine(folder: Path, expected: list[list[int]]) -> None:
+    engine = Engine(folder, num_gpu_blocks_override=14, swap_space_gib=0.001, max_num_seqs=8)
+    assert engine.generate(PROMPTS, GREEDY) == expected
+
+
+def test_a_step_out_of_memory_is_computed_again(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(folder)
+    forward, failures = Decoder.forward, [MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+    calls = 0
+
+    def failing(self: Decoder, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (3, 7):
+            raise failures.pop()
+        return forward(self, *args)
+
+    monkeypatch.setattr(Decoder, "forward", failing)
+    assert engine.generate(PROMPTS, GREEDY) == expected
+    assert not failures
+
+
+def test_padding_never_reaches_the_null_block(folder: Path) -> None:
+    engine = Engine(folder, num_gpu_blocks_override=30)
+    engine.generate(PROMPTS, GREEDY)
+    assert not torch.count_nonzero(engine.runner.pages[0])  # type: ignore[attr-defined]
+    assert np.isfinite(engine.runner.pages.numpy()).all()  # type: ignore[attr-defined]

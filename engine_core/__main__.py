@@ -47,8 +47,8 @@ def _serve(args: argparse.Namespace, life: ChildLife) -> int:
         proc = _build(args, life)
     except Exception as error:
         words = life.report_failure(error)
-        surprise = not isinstance(error, WavecoreError)
-        log.error("engine %d did not start: %s", args.index, words.message, exc_info=surprise)
+        if not isinstance(error, WavecoreError):  # a known one is raised where the engine was started
+            log.exception("engine %d did not start: %s", args.index, words.message)
         return from_code(words.code, words.message).exit_code
     try:
         proc.run()

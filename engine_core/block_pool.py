@@ -21,7 +21,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = max(num_blocks, 1)
         self.num_free = self.num_blocks - 1
-        self.hits = self.evictions = 0
+        self.evictions = 0
         self._refs = [0] * self.num_blocks
         self._hash: list[bytes | None] = [None] * self.num_blocks
         self._block_of: dict[bytes, int] = {}

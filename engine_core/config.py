@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from types import UnionType
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
+from wavecore.engine_core.bounds import shown
 from wavecore.transport.errors import ConfigError, NotSupportedError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -53,7 +54,6 @@ class EngineConfig:
         scheduling_policy: "fcfs", "priority" (lower first) or "hybrid" (priority with linear ageing).
         ageing_seconds: hybrid policy: waiting this long counts as much as one level of priority.
         async_scheduling: keep two steps in flight.
-        enforce_eager: no CUDA graphs.
         max_num_queued_reqs, max_num_queued_bytes: bounds of the waiting queue; more is refused as overloaded.
         max_queue_seconds: longest wait for the first step; None waits on.
         max_holding_seconds: longest time a request may hold KV blocks; None holds on.
@@ -90,7 +90,6 @@ class EngineConfig:
     scheduling_policy: Policy = "fcfs"
     ageing_seconds: float = 10.0
     async_scheduling: bool = True
-    enforce_eager: bool = False
     max_num_queued_reqs: int = 16384
     max_num_queued_bytes: int = 1 << 30
     max_queue_seconds: float | None = None
@@ -109,13 +108,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             if not _is_a(getattr(self, name), kind):
-                raise ConfigError(f"{name} must be {_in_words(kind)}, not {getattr(self, name)!r:.60}")
+                raise ConfigError(f"{name} must be {_in_words(kind)}, not {shown(getattr(self, name))}")
         for name, most in MOST.items():
             if (getattr(self, name) or 0) > most:
-                raise ConfigError(f"{name} must be at most {most}, not {getattr(self, name)}")
+                raise ConfigError(f"{name} must be at most {most}, not {shown(getattr(self, name))}")
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
-                raise NotSupportedError(f"{name}={getattr(self, name)}: only 1 is supported in this version")
+                raise NotSupportedError(f"{name}={shown(getattr(self, name))}: only 1 is supported in this version")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_bytes"):
             self._at_least(name, 1)
         for name in ("max_model_len", "block_size"):
@@ -123,13 +122,13 @@ class EngineConfig:
         self._at_least("num_gpu_blocks_override", 2)
         for name in ("kv_cache_memory_gib", "ready_timeout", "step_timeout", "ageing_seconds"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+                raise ConfigError(f"{name} must be above 0, not {shown(getattr(self, name))}")
         for name in ("swap_space_gib", "shutdown_timeout"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+                raise ConfigError(f"{name} must not be negative, not {shown(getattr(self, name))}")
         for name in ("max_queue_seconds", "max_holding_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0 or null, not {getattr(self, name)}")
+                raise ConfigError(f"{name} must be above 0 or null, not {shown(getattr(self, name))}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
@@ -145,7 +144,7 @@ class EngineConfig:
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)
         if value is not None and value < low:
-            raise ConfigError(f"{name} must be at least {low}, not {value}")
+            raise ConfigError(f"{name} must be at least {low}, not {shown(value)}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -11,8 +11,10 @@ import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from wavecore.engine_core import integrity, outputs, reports
 from wavecore.engine_core.config import EngineConfig
@@ -23,7 +25,7 @@ from wavecore.engine_core.scheduler import Scheduled, Scheduler
 from wavecore.engine_core.stats import Stats
 from wavecore.engine_core.step_update import update
 from wavecore.transport.errors import Overloaded, ValidationError, from_code
-from wavecore.transport.messages import Add, Columns, FinishReason, TensorFrame
+from wavecore.transport.messages import U32, Add, Columns, FinishReason, TensorFrame
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +105,13 @@ class EngineCore:
     def add(self, request: Request) -> None:
         self.life.add(request)
 
-    def abort(self, client: bytes, handles: Iterable[int]) -> None:
+    def abort(self, client: bytes, handles: Sequence[int] | U32) -> None:
         """End these requests with finish reason abort; what ended already is no error."""
+        mine = self.life.by_client.get(client, {})
+        if len(handles) > len(mine):  # a long list costs what the client has running, not its length
+            handles = np.intersect1d(np.asarray(handles, np.uint32), np.array(list(mine), np.uint32))
         for handle in handles:
-            request = self.life.find(client, int(handle))
+            request = mine.get(int(handle))
             if request is not None:
                 self.life.end(request, FinishReason.ABORT)
 

@@ -81,13 +81,15 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
         NotSupportedError: an architecture, quantisation or option that is not built in, by name.
         ModelError: a field is missing or cannot be true.
     """
-    names = config.get("architectures") or ["none"]
-    name = str(names[0])
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "none"
     family = FAMILIES.get(name)
     if family is None:
         raise NotSupportedError(f"{path}: architecture {name}; built in are {', '.join(sorted(FAMILIES))}")
     if config.get("quantization_config"):
         raise NotSupportedError(f"{path}: quantization_config; use the unquantised model or a .gguf file")
+    if config.get("use_bidirectional_attention"):
+        raise NotSupportedError(f"{path}: use_bidirectional_attention; only causal models are built in")
     read = Fields({**family.defaults, **config}, path)
     heads, hidden, layers = (
         read.whole("num_attention_heads"),
@@ -102,7 +104,7 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
     activation = read.values.get("hidden_activation") or read.values.get("hidden_act") or "silu"
     if activation not in ("silu", "gelu_pytorch_tanh"):
         raise NotSupportedError(f"{path}: activation {activation!r}; built in are silu and gelu_pytorch_tanh")
-    scalar = read.real("query_pre_attn_scalar", head_dim) if family.gemma else head_dim
+    scalar = read.real("query_pre_attn_scalar", head_dim, above=0) if family.gemma else head_dim
     return checked(
         ModelSpec(
             architecture=name,
@@ -113,7 +115,7 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
             num_heads=heads,
             num_kv_heads=read.whole("num_key_value_heads", heads),
             head_dim=head_dim,
-            max_model_len=_max_model_len(read, ropes[0]),
+            max_model_len=_max_model_len(read, family, ropes[0]),
             rms_norm_eps=read.real("rms_norm_eps", 1e-6),
             tied=bool(read.values.get("tie_word_embeddings", False)),
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
@@ -159,10 +161,9 @@ def _layer_kinds(read: Fields, family: Family, layers: int) -> list[str]:
 def _ropes(read: Fields, head_dim: int) -> tuple[Rope, ...]:
     """One table, or two (full, sliding) where the config gives the sliding layers their own."""
     settings = read.values.get("rope_parameters") or read.values.get("rope_scaling") or {}
-    if not isinstance(settings, dict):
-        raise ModelError(f"{read.path}: rope settings must be an object, not {settings!r:.40}")
-    if "full_attention" in settings:
-        return tuple(_rope(read, settings[kind] or {}, head_dim) for kind in ("full_attention", "sliding_attention"))
+    if isinstance(settings, dict) and "full_attention" in settings:
+        kinds = ("full_attention", "sliding_attention")
+        return tuple(_rope(read, settings.get(kind) or {}, head_dim) for kind in kinds)
     rope = _rope(read, settings, head_dim)
     if read.values.get("rope_local_base_freq"):
         local = {"rope_theta": read.real("rope_local_base_freq", 1e4)}
@@ -170,15 +171,18 @@ def _ropes(read: Fields, head_dim: int) -> tuple[Rope, ...]:
     return (rope,)
 
 
-def _rope(read: Fields, settings: Mapping[str, Any], head_dim: int) -> Rope:
+def _rope(read: Fields, settings: Any, head_dim: int) -> Rope:
+    if not isinstance(settings, dict):
+        raise ModelError(f"{read.path}: rope settings must be an object, not {settings!r:.40}")
     kind = settings.get("rope_type") or settings.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 files
     if kind not in ROPE_KINDS:
         raise NotSupportedError(f"{read.path}: rope type {kind!r:.40}; built in are {', '.join(ROPE_KINDS)}")
     inner = Fields({**read.values, **settings}, read.path)
     original = inner.whole("original_max_position_embeddings", inner.whole("max_position_embeddings", 2048))
     return Rope(
-        theta=inner.real("rope_theta", 1e4),
-        dim=int(head_dim * inner.real("partial_rotary_factor", 1.0)),
+        theta=inner.real("rope_theta", 1e4, above=0),
+        dim=int(head_dim * inner.real("partial_rotary_factor", 1.0, above=0)),
         kind=kind,
         settings={
             **settings,
@@ -188,8 +192,8 @@ def _rope(read: Fields, settings: Mapping[str, Any], head_dim: int) -> Rope:
     )
 
 
-def _max_model_len(read: Fields, rope: Rope) -> int:
+def _max_model_len(read: Fields, family: Family, rope: Rope) -> int:
     length = read.whole("max_position_embeddings", 2048)
-    if rope.kind in ("linear", "dynamic"):  # these configs give the length before scaling
-        length = int(length * Fields(rope.settings, read.path).real("factor", 1.0))
+    if rope.kind in ("linear", "dynamic") and not family.gemma:  # these configs give the length before scaling
+        length = int(length * Fields(rope.settings, read.path).real("factor", 1.0, above=0))
     return length

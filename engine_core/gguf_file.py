@@ -60,8 +60,9 @@ class GgufFile:
         return data.view(np.ndarray).reshape(rows, tensor.size // rows)  # slices of a memmap itself are slow
 
     def floats(self, tensor: GgufTensor) -> npt.NDArray[np.float32]:
-        """The tensor dequantised, of its own shape, in memory of its own (float32 values are a view of the file)."""
-        return np.array(dequantize(self.raw(tensor), tensor.kind), np.float32).reshape(tensor.shape)
+        """The tensor dequantised, of its own shape, writable (float32 values would be a view of the file)."""
+        values = np.require(dequantize(self.raw(tensor), tensor.kind), np.float32, "W")
+        return values.reshape(tensor.shape)
 
 
 def read_gguf(path: Path) -> GgufFile:

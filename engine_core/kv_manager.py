@@ -65,9 +65,8 @@ class KVCacheManager:
         self.events = KVEvents()
         self.swap_pays = True  # copying a block out and back costs less than computing it again
         self.queries = self.hits = 0  # prompt tokens looked up, and found
-        self._unwritten: set[int] = (
-            set()
-        )  # blocks that no copy of the plan in the making may read: filled by its rows or copies
+        # Filled by rows or copies of the plan in the making: none of its copies may read them.
+        self._unwritten: set[int] = set()
 
     def take_events(self) -> KVEvents:
         """The events of the plan that is now complete."""

@@ -76,9 +76,6 @@ class Lifecycle:
     def all(self) -> list[Request]:
         return [request for mine in self.by_client.values() for request in mine.values()]
 
-    def find(self, client: bytes, handle: int) -> Request | None:
-        return self.by_client.get(client, {}).get(handle)
-
     # --- arrival --------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:

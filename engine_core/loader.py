@@ -10,16 +10,16 @@ import torch
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.gguf_weights import load_gguf
 from wavecore.engine_core.kv_manager import choose_block_size
-from wavecore.engine_core.memory import allocate_kv
+from wavecore.engine_core.memory import allocate_kv, most_blocks
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.model_files import Progress
 from wavecore.engine_core.model_source import ModelSource
 from wavecore.engine_core.model_spec import ModelSpec
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.runner import ModelRunner
+from wavecore.engine_core.runner import ModelRunner, is_out_of_memory
 from wavecore.engine_core.weights import load_folder
 from wavecore.kernels import ops
-from wavecore.transport.errors import ConfigError
+from wavecore.transport.errors import ConfigError, ResourceError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,12 +30,27 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
     Raises:
         ModelError: the model's files.
         ConfigError: a setting that this model or device cannot have.
+        ResourceError: not enough memory.
     """
+    try:
+        return _load(config, source, progress)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ResourceError(
+            f"{source.path} does not fit into memory: {str(error).splitlines()[0]}; "
+            "lower max_model_len, max_num_seqs or max_num_batched_tokens, or take a smaller dtype or model"
+        ) from error
+
+
+def _load(config: EngineConfig, source: ModelSource, progress: Progress) -> ModelRunner:
     _register_ops(config.custom_ops or {})
     device, spec = _device(config.device), source.spec
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dtype, length = _dtype(config, spec, device), _max_model_len(config, spec)
+    dtype = _dtype(config, spec, device)
+    block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
+    length = _max_model_len(config, spec, block_size, dtype, device)
     progress("load", 0.0)
     if source.gguf is not None:
         parameters = load_gguf(source.gguf, spec, dtype, device, progress)
@@ -44,7 +59,7 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
     info = RunnerInfo(
         num_blocks=0,
         num_host_blocks=0,
-        block_size=config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize),
+        block_size=block_size,
         max_model_len=length,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
@@ -82,9 +97,9 @@ def _device(name: str) -> torch.device:
         if (device.index or 0) >= count:
             raise ConfigError(f"device {name!r}: this process sees {count} CUDA devices; look at CUDA_VISIBLE_DEVICES")
         return torch.device("cuda", device.index or 0)
-    if device.type != "cpu":
+    if device.type != "cpu" or device.index:
         raise ConfigError(f'device {name!r}: give "auto", "cpu", "cuda" or "cuda:N"')
-    return device
+    return torch.device("cpu")
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
@@ -93,8 +108,14 @@ def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch
     return DTYPES[config.dtype]
 
 
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    length = config.max_model_len or spec.max_model_len
-    if length > spec.max_model_len:
-        raise ConfigError(f"max_model_len {length} is above the {spec.max_model_len} positions that the model knows")
-    return length
+def _max_model_len(
+    config: EngineConfig, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """The length asked for, or the model's, but no more than the KV cache could ever hold: tables have this length."""
+    asked = config.max_model_len
+    if asked is None:
+        most = most_blocks(config, spec.kv_values_per_token * block_size * dtype.itemsize, device)
+        return min(spec.max_model_len, max(1, most - 1) * block_size)
+    if asked > spec.max_model_len:
+        raise ConfigError(f"max_model_len {asked} is above the {spec.max_model_len} positions that the model knows")
+    return asked

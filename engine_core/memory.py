@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,31 +25,36 @@ GIB = 1 << 30
 SLACK = 256 << 20  # fragments of the allocator, and kernels that are loaded later
 
 
+def most_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
+    """Upper bound of the KV blocks that the settings and the device allow, before anything is loaded."""
+    if config.num_gpu_blocks_override:
+        return config.num_gpu_blocks_override
+    if device.type == "cpu":
+        return int(config.kv_cache_memory_gib * GIB) // block_bytes
+    return int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization) // block_bytes
+
+
 def allocate_kv(runner: ModelRunner, config: EngineConfig) -> None:
-    """Size and allocate the runner's KV cache.
+    """Size and allocate the runner's KV cache; on a GPU also run, and so compile, every kind of step once.
 
     Raises:
         ConfigError: it does not fit; the message names the setting that would.
     """
     block_bytes = runner.block_bytes
-    useful = config.max_num_seqs * runner.state.max_blocks + 1  # all slots full, and the null block
-    host_blocks = int(config.swap_space_gib * GIB) // block_bytes
+    most = most_blocks(config, block_bytes, runner.device)
+    shares = measure(runner, config) if runner.device.type == "cuda" else None
     if config.num_gpu_blocks_override:
-        num_blocks = config.num_gpu_blocks_override
-    elif runner.device.type == "cpu":
-        num_blocks = min(useful, int(config.kv_cache_memory_gib * GIB) // block_bytes)
-        if num_blocks < 2:
-            raise ConfigError(
-                f"kv_cache_memory_gib {config.kv_cache_memory_gib} holds {num_blocks} blocks of "
-                f"{runner.info.block_size} tokens ({block_bytes} bytes each); raise it or lower block_size"
-            )
+        num_blocks = most
     else:
-        shares = measure(runner, config)
-        num_blocks = min(useful, shares.kv_cache // block_bytes)
-        logger.info("%s", shares.table(num_blocks, block_bytes, _processes()))
-        if num_blocks < 1 + runner.state.max_blocks:
-            raise ConfigError(_way_out(runner, shares, num_blocks))
-    runner.allocate(num_blocks, host_blocks)
+        useful = config.max_num_seqs * runner.state.max_blocks + 1  # all slots full, and the null block
+        num_blocks = min(useful, most if shares is None else shares.kv_cache // block_bytes)
+        if shares is not None:
+            logger.info("%s", shares.table(num_blocks, block_bytes, _processes()))
+        _check_room(runner, config, shares, num_blocks)
+    runner.allocate(num_blocks, int(config.swap_space_gib * GIB) // block_bytes)
+    if config.max_model_len is None:  # no sequence can grow past the cache
+        length = min(runner.info.max_model_len, (num_blocks - 1) * runner.info.block_size)
+        runner.info = replace(runner.info, max_model_len=length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +104,35 @@ def measure(runner: ModelRunner, config: EngineConfig) -> Shares:
 
 
 def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
-    """The largest prefill and the largest decode step, every position on block 1. Compiles the kernels, too."""
-    state, info = runner.state, runner.info
-    state.block_table.fill_(1)
+    """The largest prefill, decode and mixed steps, sampled and greedy, with every position on block 1."""
+    state, info, seqs = runner.state, runner.info, config.max_num_seqs
     length = min(info.max_model_len, config.max_num_batched_tokens)
-    rows = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // length))
-    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
-    admitted = tuple(Admission(i, np.zeros(1, np.int32), 1, params) for i in range(config.max_num_seqs))
+    rows = min(seqs, config.max_num_batched_tokens // length)
+    last = info.max_model_len - 1
+    prefill, decode = [(0, length)] * rows, [(last, 1)] * seqs
+    mixed = [(last, 1)] * (seqs - 1) + [(0, min(length, config.max_num_batched_tokens - seqs + 1))]
+    sampled = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0)
+    state.block_table.fill_(1)
     try:
-        runner.start(_plan(rows, 0, length, admitted)).wait()
-        runner.start(_plan(config.max_num_seqs, info.max_model_len - 1, 1, ())).wait()
+        for params in (sampled, SamplingParams(temperature=1.0, seed=0), SamplingParams(temperature=0.0, seed=0)):
+            admitted = tuple(Admission(i, np.zeros(1, np.int32), 1, params) for i in range(seqs))
+            for step in (prefill, decode, mixed):
+                runner.start(_plan(step, admitted)).wait()
+                admitted = ()
     finally:
         state.block_table.zero_()
 
 
-def _plan(rows: int, start: int, length: int, admitted: tuple[Admission, ...]) -> StepPlan:
+def _plan(rows: list[tuple[int, int]], admitted: tuple[Admission, ...]) -> StepPlan:
+    """Rows of (start, length), all of which sample."""
     none, pairs = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
+    starts, lengths = np.array(rows, np.int32).T.copy()
     return StepPlan(
         step_id=0,
-        slots=np.arange(rows, dtype=np.int32),
-        starts=np.full(rows, start, np.int32),
-        query_lens=np.full(rows, length, np.int32),
-        samples=np.ones(rows, np.uint8),
+        slots=np.arange(len(rows), dtype=np.int32),
+        starts=starts,
+        query_lens=lengths,
+        samples=np.ones(len(rows), np.uint8),
         swap_out=pairs,
         swap_in=pairs,
         copies=pairs,
@@ -131,14 +143,21 @@ def _plan(rows: int, start: int, length: int, admitted: tuple[Admission, ...]) -
     )
 
 
-def _way_out(runner: ModelRunner, shares: Shares, num_blocks: int) -> str:
-    need = (1 + runner.state.max_blocks) * runner.block_bytes + shares.usable - shares.kv_cache
-    settings = [f"max_model_len {max(0, num_blocks - 1) * runner.info.block_size}", "a lower max_num_batched_tokens"]
-    if need < 0.98 * shares.total:
-        settings.insert(0, f"gpu_memory_utilization {need / shares.total + 0.01:.2f}")
-    return (
-        f"the KV cache would hold {num_blocks} blocks of {runner.info.block_size} tokens, one sequence of "
-        f"max_model_len {runner.info.max_model_len} needs {runner.state.max_blocks}; "
+def _check_room(runner: ModelRunner, config: EngineConfig, shares: Shares | None, num_blocks: int) -> None:
+    """The null block and one sequence of full length must fit; without a max_model_len any length will do."""
+    size, need = runner.info.block_size, 1 + (runner.state.max_blocks if config.max_model_len else 1)
+    if num_blocks >= need:
+        return
+    settings = [f"max_model_len {(num_blocks - 1) * size}"] if num_blocks > 1 else []
+    if shares is None:
+        settings.append(f"kv_cache_memory_gib {need * runner.block_bytes / GIB:.3g}")
+    else:
+        settings.append("a lower max_num_batched_tokens or max_num_seqs")
+        share = (need * runner.block_bytes + shares.usable - shares.kv_cache) / shares.total
+        if share < 0.98:
+            settings.append(f"gpu_memory_utilization {share + 0.01:.2f}")
+    raise ConfigError(
+        f"the KV cache would hold {num_blocks} blocks of {size} tokens and needs {need}; "
         f"it would fit with {' or '.join(settings)}"
     )
 

@@ -127,11 +127,12 @@ class Fields:
             raise ModelError(f"{self.path}: {name} must be a whole number from {low} to {high}, not {value!r:.40}")
         return value
 
-    def real(self, name: str, default: float) -> float:
+    def real(self, name: str, default: float, above: float = -1.0) -> float:
         value = self.values.get(name)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 <= value < 1e12:
-            raise ModelError(f"{self.path}: {name} must be a number, not {value!r:.40}")
+        if type(value) not in (int, float) or not max(above, 0) <= value < 1e12 or value == above:
+            least = "above 0" if above == 0 else "of 0 or more"
+            raise ModelError(f"{self.path}: {name} must be a number {least}, not {value!r:.40}")
         return float(value)
 
 

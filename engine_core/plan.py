@@ -36,7 +36,7 @@ class Admission:
         num_prompt: how many of them are the prompt.
         params: sampling parameters; `params.seed` is always resolved to a number by now.
         choice: index of this sequence among the request's `n` choices, part of the random key.
-        prompt_embeds: float32 [n, hidden] that stand in for token embeddings, or None.
+        prompt_embeds: float32 [num_prompt, hidden] that stand in for the prompt's token embeddings, or None.
         pooling: "mean" or "last" for an embedding request, "" for generation.
     """
 

@@ -16,7 +16,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, cast
@@ -130,10 +130,12 @@ class EngineCoreProc:
             self.core.shutdown()
 
     def process_input_socket(self) -> None:
-        self._as_helper(self._input.run)
+        self._progress.helper(threading.get_native_id())
+        self._input.run()
 
     def process_output_socket(self) -> None:
-        self._as_helper(self._output.run)
+        """No helper for the watch on progress: when output piles up, the main loop waits for this thread."""
+        self._output.run()
 
     def run_busy_loop(self) -> None:
         """Drain the input, step, hand out; until stopped and out of work."""
@@ -158,7 +160,7 @@ class EngineCoreProc:
         elif not moved:  # work that cannot run just now: no reason to spin
             with contextlib.suppress(queue.Empty):
                 self._handle(self.input_queue.get(timeout=_NOTHING_RAN_SECONDS))
-        while not self.input_queue.empty():
+        for _ in range(self.input_queue.qsize()):  # what comes meanwhile waits for the next turn
             self._handle(self.input_queue.get())
         if self._stop_at is not None and time.monotonic() >= self._stop_at and self.core.has_work:
             self.core.abort_all("engine_dead", "the engine was stopped before this request ended; send it again")
@@ -196,7 +198,3 @@ class EngineCoreProc:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.input_queue.put(StopIn(drain=number == signal.SIGTERM))
-
-    def _as_helper(self, run: Callable[[], None]) -> None:
-        self._progress.helper(threading.get_native_id())
-        run()

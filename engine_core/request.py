@@ -135,19 +135,19 @@ class Request:
             ValidationError: naming the field and the way out.
         """
         params = SamplingParams.from_wire(add.params)
-        params.check_model(info.vocab_size)
+        params.check_model(info.vocab_size, info.eos_token_ids)
         options = _options(add.options)
         tokens = _prompt(add.prompt, info.vocab_size)
-        embeds = None if add.prompt_embeds is None else _embeds(add.prompt_embeds, len(tokens), info.hidden_size)
         pooling = options.get("pooling", "")
         emitted = options.get("emitted", 0)
         num_prompt = len(tokens) - emitted
         if num_prompt < 1:
             raise ValidationError("emitted", f"{emitted} of {len(tokens)} tokens leaves no prompt")
+        embeds = None if add.prompt_embeds is None else _embeds(add.prompt_embeds, num_prompt, info.hidden_size)
         if not 0 <= add.handle <= (1 << 32) - params.n:
             raise ValidationError("n", f"handles {add.handle} to {add.handle + params.n - 1} do not fit into 32 bits")
-        if pooling and params.n != 1:
-            raise ValidationError("n", "must be 1 for embeddings")
+        if params.n != 1 and (pooling or emitted):
+            raise ValidationError("n", "must be 1 for embeddings and for a request that goes on elsewhere")
         samples = not pooling and params.max_tokens != 0
         _check_fits(len(tokens), samples, info, config)
         if samples and params.max_tokens is not None and emitted >= params.max_tokens:

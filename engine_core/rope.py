@@ -27,10 +27,12 @@ def cos_sin_table(rope: Rope, length: int, device: torch.device) -> torch.Tensor
     """
     try:
         inverse, factor = _inverse_frequencies(rope, length)
-    except (KeyError, TypeError, ZeroDivisionError, ValueError) as error:
+    except (KeyError, TypeError, ArithmeticError, ValueError, RuntimeError) as error:
         raise ModelError(
             f"config.json: rope settings of type {rope.kind} are incomplete or wrong: {error!r}"
         ) from error
+    if not inverse.isfinite().all() or inverse.shape[-1] != rope.dim // 2:
+        raise ModelError(f"config.json: rope settings of type {rope.kind} give no finite frequencies: {rope.settings}")
     angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * factor).to(device)
 
@@ -51,6 +53,8 @@ def _inverse_frequencies(rope: Rope, length: int) -> tuple[torch.Tensor, float]:
     if rope.kind == "longrope":
         longer = length > given["original_max_position_embeddings"]
         factors = torch.tensor(given["long_factor" if longer else "short_factor"], dtype=torch.float32)
+        if factors.shape != exponents.shape:
+            raise ValueError(f"{len(factors)} factors for {len(exponents)} frequencies")
         return 1.0 / (factors * rope.theta**exponents), _longrope_scale(given)
     if rope.kind == "factors":
         return inverse / torch.tensor(given["factors"], dtype=torch.float32), 1.0

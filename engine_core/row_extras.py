@@ -15,53 +15,74 @@ from torch import Tensor
 
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.plan import RowLogprobs
-from wavecore.engine_core.slot_state import POOLING, SlotState, StepShape
+from wavecore.engine_core.slot_state import POOLING, SlotState
+from wavecore.engine_core.step_shape import StepShape
 
 CHUNK = 128  # prompt positions whose logits over the vocabulary exist at once
 
 Fetch = Callable[[Tensor], Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(slots=True)
 class Extras:
-    """On the device, by row of the plan."""
+    """What rows asked for, on the device and, after `map`, on the host.
 
-    logprobs: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
-    prompt_logprobs: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    Attributes:
+        logprobs: ids, log-probabilities and ranks of `logprob_rows`, or None.
+        logprob_rows: (row of the plan, how many alternatives it wants), as the rows of `logprobs`.
+        prompt_logprobs, pooled: by row of the plan.
+    """
+
+    logprobs: Triple | None = None
+    logprob_rows: list[tuple[int, int]] = field(default_factory=list)
+    prompt_logprobs: dict[int, Triple] = field(default_factory=dict)
     pooled: dict[int, Tensor] = field(default_factory=dict)
 
     def map(self, fetch: Fetch) -> Extras:
         """Every tensor passed through `fetch`."""
 
-        def triples(rows: dict[int, tuple[Tensor, Tensor, Tensor]]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-            return {row: (fetch(a), fetch(b), fetch(c)) for row, (a, b, c) in rows.items()}
+        def each(triple: Triple) -> Triple:
+            a, b, c = triple
+            return fetch(a), fetch(b), fetch(c)
 
-        pooled = {row: fetch(vector) for row, vector in self.pooled.items()}
-        return Extras(triples(self.logprobs), triples(self.prompt_logprobs), pooled)
+        return Extras(
+            logprobs=each(self.logprobs) if self.logprobs else None,
+            logprob_rows=self.logprob_rows,
+            prompt_logprobs={row: each(triple) for row, triple in self.prompt_logprobs.items()},
+            pooled={row: fetch(vector) for row, vector in self.pooled.items()},
+        )
+
+    def row_logprobs(self) -> dict[int, RowLogprobs]:
+        """Of the output, by row of the plan; on the host."""
+        if self.logprobs is None:
+            return {}
+        ids, values, ranks = (tensor.numpy() for tensor in self.logprobs)
+        return {
+            row: RowLogprobs(ids[i : i + 1, : 1 + count], values[i : i + 1, : 1 + count], ranks[i : i + 1])
+            for i, (row, count) in enumerate(self.logprob_rows)
+        }
 
 
 class LogprobRows:
-    """The output log-probabilities of one step: `begin` before sampling, which edits the logits; `end` after it."""
+    """The output log-probabilities of one step: made before sampling, which edits the logits; finished after it.
 
-    def __init__(self, logits: Tensor, shape: StepShape, state: SlotState) -> None:
-        counts = np.where(shape.samples, state.logprobs[shape.slots], -1)
-        self.rows = np.flatnonzero(counts >= 0)
-        self.counts = counts[self.rows]
-        if len(self.rows):
-            self.index = torch.from_numpy(self.rows).to(logits.device)
+    Args:
+        index: int32, the device rows that ask.
+    """
+
+    def __init__(self, logits: Tensor, index: Tensor) -> None:
+        self.index = index.long()
+        if len(index):
             self.logprobs = logits[self.index].float().log_softmax(-1)
 
-    def finish(self, tokens: Tensor, shape: StepShape, extras: Extras) -> None:
-        if not len(self.rows):
+    def finish(self, tokens: Tensor, shape: StepShape, state: SlotState, extras: Extras) -> None:
+        if not len(self.index):
             return
-        ids, values, ranks = _report(self.logprobs, tokens[self.index].long(), int(self.counts.max()))
-        for at, (row, count) in enumerate(zip(self.rows.tolist(), self.counts.tolist(), strict=True)):
-            part = slice(at, at + 1)
-            extras.logprobs[int(shape.order[row])] = (
-                ids[part, : 1 + count],
-                values[part, : 1 + count],
-                ranks[part],
-            )
+        rows = state.logprob_rows(shape)
+        counts = state.logprobs[shape.slots[rows]]
+        extras.logprobs = _report(self.logprobs, tokens[self.index].long(), int(counts.max()))
+        extras.logprob_rows = list(zip(shape.order[rows].tolist(), counts.tolist(), strict=True))
 
 
 def prompt_logprobs(
@@ -102,12 +123,12 @@ def pool(model: Decoder, x: Tensor, residual: Tensor, shape: StepShape, state: S
             extras.pooled[int(shape.order[row])] = F.normalize(vector, dim=0)
 
 
-def to_row_logprobs(triple: tuple[Tensor, Tensor, Tensor]) -> RowLogprobs:
+def to_row_logprobs(triple: Triple) -> RowLogprobs:
     ids, values, ranks = triple
     return RowLogprobs(ids.numpy(), values.numpy(), ranks.numpy())
 
 
-def _report(logprobs: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _report(logprobs: Tensor, chosen: Tensor, count: int) -> Triple:
     """Chosen token and the `count` most likely: ids int32 [n, 1 + count], log-probabilities, ranks int32 [n]."""
     own = logprobs.gather(1, chosen[:, None])
     ranks = (logprobs > own).sum(-1, dtype=torch.int32) + 1

@@ -19,8 +19,9 @@ from wavecore.engine_core import debug
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.plan import F32, I32, OutOfMemory, PendingStep, RunnerInfo, StepPlan, StepResult
 from wavecore.engine_core.row_extras import Extras, LogprobRows, pool, prompt_logprobs, to_row_logprobs
-from wavecore.engine_core.slot_state import SlotState, StepShape
-from wavecore.engine_core.step_copies import CopyIn, fetch, tensor_of
+from wavecore.engine_core.slot_state import SlotState, Views
+from wavecore.engine_core.step_copies import CopyIn, fetch
+from wavecore.engine_core.step_shape import StepShape
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers, StepRows
 
@@ -45,6 +46,7 @@ class ModelRunner:
         )
         self.buffers = BatchBuffers.allocate(max_num_batched_tokens, max_num_seqs, self.state.max_blocks, self.device)
         self.copy_in = CopyIn(self.device)
+        self.bucket_limits = None if self.device.type == "cpu" else (max_num_batched_tokens, max_num_seqs)
         self.pages = self.host_pages = torch.empty(0)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -72,11 +74,11 @@ class ModelRunner:
     def start(self, plan: StepPlan) -> PendingStep:
         """Apply the plan's events in their order, run its rows, and begin to fetch what they produce."""
         with _out_of_memory(plan):
-            self._move_blocks(plan)
-            shape = StepShape.of(plan)
+            shape = StepShape.of(plan, self.bucket_limits)
             self.state.admit(plan.admitted)
             packed = self.state.pack(plan, shape)
             views = packed.split(self.copy_in(packed.values))
+            self._move_blocks(plan, views)
             self.state.update(plan, views)
             if not len(shape.slots):
                 return _Launched(shape, torch.zeros((2, 0), dtype=torch.int32), Extras(), None)
@@ -108,29 +110,33 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Nothing runs between calls."""
 
-    def _move_blocks(self, plan: StepPlan) -> None:
-        """Whole pages, all layers at once: one copy each, in the order out, in, copies."""
+    def _move_blocks(self, plan: StepPlan, views: Views) -> None:
+        """Whole pages, all layers at once: one copy each, in the order out, in, copies.
+
+        On the step's own stream: the plan may hand out again the very blocks that it swaps out, so its rows would
+        have to wait for the copies on any other stream, too.
+        """
         for block, host_block in plan.swap_out.tolist():
             self.host_pages[host_block].copy_(self.pages[block], non_blocking=True)
         for host_block, block in plan.swap_in.tolist():
             self.pages[block].copy_(self.host_pages[host_block], non_blocking=True)
         if len(plan.copies):
-            ops.copy_blocks(self.pages, tensor_of(plan.copies, self.device))
+            ops.copy_blocks(self.pages, views["copies"].long().view(-1, 2))
 
-    def _forward(self, shape: StepShape, views: list[Tensor]) -> Forward:
+    def _forward(self, shape: StepShape, views: Views) -> Forward:
         """Tokens and faults as int32 [2, R] in device row order, and the extras by plan row."""
         state, model = self.state, self.model
-        slots, starts, query_start, sample_slots, positions = views[:5]
+        slots = views["slots"]
         rows = StepRows(
             slots=slots,
-            starts=starts,
-            query_start=query_start,
+            starts=views["starts"],
+            query_start=views["query_start"],
             num_tokens=shape.num_tokens,
             num_rows=len(shape.slots),
             num_decode_rows=shape.num_decode_rows,
             max_query_len=int(shape.query_lens.max()),
             max_seq_len=int((shape.starts + shape.query_lens).max()),
-            bucket_tokens=shape.num_tokens,
+            bucket_tokens=shape.bucket_tokens,
         )
         with _range(self.device, "forward"):
             batch = ops.prepare_batch(rows, state.token_table, state.block_table, self.info.block_size, self.buffers)
@@ -146,10 +152,10 @@ class ModelRunner:
         with _range(self.device, "sample"):
             last = batch.sample_index
             logits = model.logits(model.final(x[last], residual[last]))
-            logprobs = LogprobRows(logits, shape, state)
-            sampling = state.sampling.rows(sample_slots, positions, shape.slots[shape.samples])
+            logprobs = LogprobRows(logits, views["logprob_rows"])
+            sampling = state.sampling.rows(views["sample_slots"], views["positions"], shape.slots[shape.samples])
             tokens, faults = ops.sample(logits, sampling)
-            logprobs.finish(tokens, shape, extras)
+            logprobs.finish(tokens, shape, state, extras)
         return torch.stack((tokens, faults.int())), extras
 
     def _time_swap(self, rounds: int = 3) -> float:
@@ -177,7 +183,7 @@ class _Launched:
     """A step whose tokens are on their way to the host.
 
     Attributes:
-        outcome: int32 [2, R], tokens and faults in device row order.
+        outcome: int32 [2, R], tokens and faults in device row order, with padding.
         event: recorded behind the copies; None where there are none.
     """
 
@@ -202,26 +208,30 @@ class _Launched:
         order, extras = self.shape.order, self.extras
         tokens: I32 = np.empty(len(order), np.int32)
         faults = np.empty(len(order), np.uint8)
-        tokens[order], faults[order] = self.outcome.numpy()
+        tokens[order], faults[order] = self.outcome[:, : len(order)].numpy()
         pooled = {row: np.array(vector.numpy(), np.float32) for row, vector in extras.pooled.items()}
         for row, vector in pooled.items():
             faults[row] |= not np.isfinite(vector).all()
         return StepResult(
             tokens=tokens,
             faults=faults,
-            logprobs={row: to_row_logprobs(triple) for row, triple in extras.logprobs.items()},
+            logprobs=extras.row_logprobs(),
             prompt_logprobs={row: to_row_logprobs(triple) for row, triple in extras.prompt_logprobs.items()},
             pooled=pooled,
         )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch reports a CPU's failed allocation as a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
 
 
 @contextmanager
 def _out_of_memory(plan: StepPlan) -> Iterator[None]:
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        # torch reports a CPU's failed allocation as a RuntimeError
-        if type(error) is RuntimeError and "allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         line = (str(error).splitlines() or ["out of memory"])[0]
         raise OutOfMemory(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from wavecore.engine_core.plan import I32, Admission
 from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.step_copies import upload as to_device
 from wavecore.kernels.sampling_rows import SEEN_IN_PROMPT, SamplingRows
 
 # Name, dtype, values a slot; the 64-bit column first, for its alignment.
@@ -163,15 +164,15 @@ class SamplingState:
                 word_start.append(len(word_tokens))
         ids, values, until = zip(*entries, strict=True) if entries else ((), (), ())
 
-        def upload(items: Any, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(items or [0], dtype=dtype).to(self.device)
+        def upload(items: Any, dtype: type[np.generic]) -> Tensor:
+            return to_device(np.array(items or [0], dtype), self.device)
 
         return {
-            "bias_ids": upload(ids, torch.int32),
-            "bias_values": upload(values, torch.float32),
-            "bias_until": upload(until, torch.int32),
-            "word_start": upload(word_start, torch.int32),
-            "word_tokens": upload(word_tokens, torch.int32),
+            "bias_ids": upload(ids, np.int32),
+            "bias_values": upload(values, np.float32),
+            "bias_until": upload(until, np.int32),
+            "word_start": upload(word_start, np.int32),
+            "word_tokens": upload(word_tokens, np.int32),
         }
 
 
@@ -200,5 +201,5 @@ class RowPool:
                 self.rows = torch.cat((self.rows, torch.zeros_like(self.rows)))
                 self._free.extend(range(count, 2 * count))
             self._owned[slot] = self._free.pop()
-        self.rows[self._owned[slot]] = torch.from_numpy(values).to(self.rows.device)
+        self.rows[self._owned[slot]] = to_device(values, self.rows.device)
         return self._owned[slot]

@@ -143,11 +143,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    def check_model(self, vocab_size: int) -> None:
+    def check_model(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
         """Check every token id and count of tokens against the model.
 
         Raises:
-            ValidationError: naming the field that holds an id outside [0, vocab_size), or asks for more tokens.
+            ValidationError: naming the field that holds an id outside [0, vocab_size), asks for more tokens, or leaves
+                no token that may come first.
         """
         groups: dict[str, Sequence[int]] = {
             "logit_bias": tuple(self.logit_bias or ()),
@@ -161,6 +162,15 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
                 raise ValidationError(name, f"{getattr(self, name)} is more than the vocabulary of {vocab_size}")
+        banned = {word[0] for word in self.bad_words_token_ids or () if len(word) == 1}
+        if self.min_tokens:
+            banned.update(self.stop_token_ids or (), () if self.ignore_eos else eos_token_ids)
+        allowed = self.allowed_token_ids
+        if banned.issuperset(allowed) if allowed is not None else len(banned) >= vocab_size:
+            name = "bad_words" if allowed is None else "allowed_token_ids"
+            raise ValidationError(
+                name, "no token is left: bad_words, or min_tokens with its stop tokens, forbid them all"
+            )
 
     def clone(self) -> Self:
         return replace(self)

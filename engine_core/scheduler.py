@@ -13,6 +13,7 @@ Knows no device, no socket and no text.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +53,7 @@ class Scheduler:
         self._admitted: list[Admission] = []
         self._refused: Request | None = None  # the head of the queue found no room of ...
         self._refused_room = 0  # ... so many blocks
+        self._made_room_for: Request | None = None  # others were pushed out for it: it may use the reserve
 
     def schedule(self) -> Scheduled | None:
         """Plan the next step; None when no row can run now."""
@@ -83,9 +85,10 @@ class Scheduler:
         left = self.budget - int(need.sum())
         if left >= 0:
             return rows, need, left
-        # Decode rows first: there are never more than the configured budget. The rest goes to prompts, best key first.
+        # Decode rows first, the rest to prompts, best key first: at least one token, so that a shrunk budget cannot
+        # leave the first in line without a row.
         prompt = np.where(need > 1, need, 0)
-        room = max(self.budget - int((need == 1).sum()), 0)
+        room = max(self.budget - int((need == 1).sum()), 1)
         share = np.clip(room - (np.cumsum(prompt) - prompt), 0, prompt)
         lens = np.where(need > 1, share, need).astype(np.int32)
         chosen = lens > 0
@@ -139,7 +142,8 @@ class Scheduler:
             if left < least:
                 self.blocked = f"{left} tokens of the step's budget of {self.budget} were left"
                 break
-            slot = self._start(request)
+            keep_reserve = self.life.num_running and request is not self._made_room_for
+            slot = self._start(request, self.life.kv.watermark if keep_reserve else 0)
             if slot is None:
                 break
             computed = int(s.computed[slot])
@@ -153,24 +157,24 @@ class Scheduler:
         added = np.array(new, np.int32)
         return np.concatenate((rows, added[:, 0])), np.concatenate((lens, added[:, 1]))
 
-    def _start(self, request: Request) -> int | None:
+    def _start(self, request: Request, reserve: int) -> int | None:
         life = self.life
         if not life.slots.free:
             self.blocked = f"all {life.slots.num_slots} places (max_num_seqs) are taken"
             return None
-        reserve = life.kv.watermark if life.num_running else 0
         room = life.kv.device.num_free - reserve
         # Looking a long prompt up again in each step would cost; what was refused waits until there is more room.
         again = self._refused is not request or room > self._refused_room
         admission = life.start(request, reserve) if again else None
         if admission is None:
-            self._refused, self._refused_room = request, room
+            if again:
+                self._refused, self._refused_room = request, room
             self.blocked = (
                 f"blocks for {len(request.tokens)} tokens are needed at once; {room + reserve} of "
                 f"{life.kv.device.usable} blocks are free, {reserve} of them in reserve"
             )
             return None
-        self._refused = None
+        self._refused = self._made_room_for = None
         self._admitted.append(admission)
         return admission.slot
 
@@ -178,15 +182,25 @@ class Scheduler:
         """A request of a better priority class than a running one does not wait for that to end."""
         s = self.life.slots
         while (request := self.life.waiting.peek()) is not None and len(victims := self._outranked(request)):
-            if self._start(request) is not None:
+            if self._start(request, reserve=0) is not None:
                 continue
             if not s.free and self.life.num_running > len(s.ordered()):
                 return  # a slot is coming free
-            missing = -(-len(request.tokens) // self.life.kv.block_size) - self.life.kv.device.num_free
-            if s.free and missing > sum(len(s.at(slot).blocks) for slot in victims.tolist()):
+            if not self._could_fit(request, victims):
                 return  # pushing them all out would not help
+            self._made_room_for = request
             cause = f"request {request.handle} of priority {request.priority} is more urgent"
             self.life.preempt(int(victims[-1]), cause)
+
+    def _could_fit(self, request: Request, victims: Rows) -> bool:
+        """Without the victims there would be blocks for all its tokens."""
+        s = self.life.slots
+        pool = self.life.kv.device
+        missing = -(-len(request.tokens) // self.life.kv.block_size) - pool.num_free
+        if missing * self.life.kv.block_size > int(s.capacity[victims].sum()):
+            return False
+        held = Counter(block for slot in victims.tolist() for block in s.at(slot).blocks)
+        return missing <= sum(pool.refs(block) == count for block, count in held.items())
 
     def _outranked(self, request: Request) -> Rows:
         """Running slots of a worse priority class and with a worse key, worst last."""

@@ -8,47 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from wavecore.engine_core.plan import I32, Admission, StepPlan
 from wavecore.engine_core.sampler import SamplingState
+from wavecore.engine_core.step_copies import upload
+from wavecore.engine_core.step_shape import StepShape
+
+ALIGN = 4  # int32: 16 bytes, as kernels compile anew for other alignments, and the columns begin with 64-bit values
+Views = dict[str, Tensor]
 
 POOLING = {"": 0, "mean": 1, "last": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """One step in numbers that the host knows, rows in device order (one query token first).
-
-    Attributes:
-        order: int64 [rows], the plan's row at each device row.
-        slots, starts, query_lens: int32 [rows].
-        samples: bool [rows].
-    """
-
-    order: npt.NDArray[np.int64]
-    slots: I32
-    starts: I32
-    query_lens: I32
-    samples: npt.NDArray[np.bool_]
-    num_tokens: int
-    num_decode_rows: int
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> StepShape:
-        order = np.argsort(plan.query_lens > 1, kind="stable")
-        query_lens = plan.query_lens[order]
-        return cls(
-            order=order,
-            slots=plan.slots[order],
-            starts=plan.starts[order],
-            query_lens=query_lens,
-            samples=plan.samples[order].astype(np.bool_),
-            num_tokens=int(query_lens.sum()),
-            num_decode_rows=int(np.count_nonzero(query_lens == 1)),
-        )
 
 
 class SlotState:
@@ -93,31 +64,40 @@ class SlotState:
             self.pooled_sum.pop(slot, None)
             self.embeds.pop(slot, None)
             if admission.prompt_embeds is not None:
-                self.embeds[slot] = torch.from_numpy(np.array(admission.prompt_embeds)).to(self.token_table.device)
+                self.embeds[slot] = upload(np.array(admission.prompt_embeds), self.token_table.device)
 
     def pack(self, plan: StepPlan, shape: StepShape) -> Packed:
-        """One vector with the step's rows and with every change of the tables."""
-        query_start = np.concatenate((np.zeros(1, np.int32), shape.query_lens.cumsum(dtype=np.int32)))
+        """One vector with the step's padded rows and with every change of the tables."""
+        pad = shape.bucket_rows - len(shape.slots)
         sample_slots = np.where(shape.samples, shape.slots, -1)
-        parts: list[I32] = [shape.slots, shape.starts, query_start, sample_slots, shape.starts + shape.query_lens]
-        parts += [plan.block_slots * self.max_blocks + plan.block_indices, plan.block_ids]
+        parts: dict[str, I32] = {
+            "slots": np.pad(shape.slots, (0, pad), constant_values=-1),
+            "starts": np.pad(shape.starts, (0, pad)),
+            "query_start": np.pad(shape.query_lens, (1, pad)).cumsum(dtype=np.int32),
+            "sample_slots": np.pad(sample_slots, (0, pad), constant_values=-1),
+            "positions": np.pad(shape.starts + shape.query_lens, (0, pad)),
+            "logprob_rows": self.logprob_rows(shape),
+            "copies": plan.copies.ravel(),
+            "table_index": plan.block_slots * self.max_blocks + plan.block_indices,
+            "table_value": plan.block_ids,
+        }
         if plan.admitted:
-            parts.append(self.sampling.host_columns)
-            parts += [admission.token_ids for admission in plan.admitted]
-        sizes = [-(-len(part) // 2) * 2 for part in parts]  # even: the columns begin with 64-bit values
-        values = np.zeros(sum(sizes), np.int32)
-        offsets = [0, *np.cumsum(sizes)[:-1].tolist()]
-        for part, offset in zip(parts, offsets, strict=True):
-            values[offset : offset + len(part)] = part
-        return Packed(values, tuple(offsets), tuple(len(part) for part in parts))
+            parts["columns"] = self.sampling.host_columns
+            parts |= {f"tokens of slot {a.slot}": a.token_ids for a in plan.admitted}
+        return Packed.of(parts)
 
-    def update(self, plan: StepPlan, views: list[Tensor]) -> None:
+    def logprob_rows(self, shape: StepShape) -> I32:
+        """Device rows that report log-probabilities of their token."""
+        return np.flatnonzero(shape.samples & (self.logprobs[shape.slots] >= 0)).astype(np.int32)
+
+    def update(self, plan: StepPlan, views: Views) -> None:
         """The device's half: `views` are the parts of `pack` on the device."""
         if len(plan.block_ids):
-            self.block_table.view(-1).index_copy_(0, views[5].long(), views[6])
+            self.block_table.view(-1).index_copy_(0, views["table_index"].long(), views["table_value"])
         if plan.admitted:
-            self.sampling.device_columns.copy_(views[7])
-            for admission, tokens in zip(plan.admitted, views[8:], strict=True):
+            self.sampling.device_columns.copy_(views["columns"])
+            for admission in plan.admitted:
+                tokens = views[f"tokens of slot {admission.slot}"]
                 self.token_table[admission.slot, : len(tokens)].copy_(tokens)
 
     def insert_embeds(self, x: Tensor, shape: StepShape) -> None:
@@ -138,13 +118,23 @@ class Packed:
     """One vector of many parts.
 
     Attributes:
-        values: int32, the parts one after another, each at an even offset.
-        offsets, lengths: of the parts.
+        values: int32, the parts one after another, each at a multiple of ALIGN.
+        places: offset and length of each part.
     """
 
     values: I32
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    places: dict[str, tuple[int, int]]
 
-    def split(self, device_values: Tensor) -> list[Tensor]:
-        return [device_values[at : at + n] for at, n in zip(self.offsets, self.lengths, strict=True)]
+    @classmethod
+    def of(cls, parts: dict[str, I32]) -> Packed:
+        places, end = {}, 0
+        for name, part in parts.items():
+            places[name] = end, len(part)
+            end += -(-len(part) // ALIGN) * ALIGN
+        values = np.zeros(end, np.int32)
+        for name, (offset, length) in places.items():
+            values[offset : offset + length] = parts[name]
+        return cls(values, places)
+
+    def split(self, device_values: Tensor) -> Views:
+        return {name: device_values[offset : offset + length] for name, (offset, length) in self.places.items()}

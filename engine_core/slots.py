@@ -18,6 +18,7 @@ import numpy.typing as npt
 from wavecore.engine_core.request import Request
 
 NEVER = (1 << 31) - 1
+FEW_STOP_IDS = 8
 
 
 class Slots:
@@ -98,6 +99,12 @@ class Slots:
         self.requests[slot] = None
         self.live[slot] = self.runs[slot] = False
         self.free.append(slot)
+        width = self.stop_ids.shape[1]
+        if (
+            width > FEW_STOP_IDS and len(request.stop_ids) == width
+        ):  # steps compare all columns: drop those of a rare one
+            width = max((len(other.stop_ids) for other in self.requests if other is not None), default=1)
+            self.stop_ids = self.stop_ids[:, : max(width, FEW_STOP_IDS)].copy()
 
     def at(self, slot: int) -> Request:
         request = self.requests[slot]

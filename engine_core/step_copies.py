@@ -6,8 +6,9 @@ On a CPU host and device are the same memory and nothing is copied.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -58,6 +59,7 @@ def fetch(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def tensor_of(array: np.ndarray[tuple[int, ...], np.dtype[np.int32]], device: torch.device) -> Tensor:
-    """int64 indices on the device, for rare events."""
-    return torch.from_numpy(array.astype(np.int64)).to(device)
+def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the device, for rare things of any size; on CUDA through pinned memory, so that nothing waits."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

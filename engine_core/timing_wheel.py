@@ -7,25 +7,22 @@ heap would cost O(log n) an insert, and cancelled entries, nearly all of them he
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
-BITS = 6
-SIZE = 1 << BITS
-LEVELS = 5
-HORIZON = (1 << (BITS * LEVELS)) - 1
+BITS, LEVELS = 6, 5
+SIZE, HORIZON = 1 << BITS, (1 << (BITS * LEVELS)) - 1
 
 
+@dataclass(slots=True, eq=False)
 class Timer(Generic[Item]):
-    """One deadline. Cancel by `wheel.cancel(timer)`."""
+    """One deadline; `wheel.cancel(timer)` takes it back."""
 
-    __slots__ = ("bucket", "item", "tick")
-
-    def __init__(self, tick: int, item: Item) -> None:
-        self.tick = tick
-        self.item = item
-        self.bucket: dict[Timer[Item], None] | None = None
+    tick: int
+    item: Item
+    bucket: dict[Timer[Item], None] | None = None
 
 
 class TimingWheel(Generic[Item]):
@@ -64,7 +61,11 @@ class TimingWheel(Generic[Item]):
             for level in range(1, LEVELS):
                 if self._tick & ((1 << (BITS * level)) - 1):
                     break
-                self._spread(self._buckets[level][(self._tick >> (BITS * level)) % SIZE])
+                bucket = self._buckets[level][(self._tick >> (BITS * level)) % SIZE]
+                timers = list(bucket)
+                bucket.clear()
+                for timer in timers:  # nearer now: they move to lower levels
+                    self._place(timer)
             bucket = self._buckets[0][self._tick % SIZE]
             for timer in bucket:
                 timer.bucket = None
@@ -73,12 +74,6 @@ class TimingWheel(Generic[Item]):
             bucket.clear()
         self._tick = max(self._tick, target)
         return fired
-
-    def _spread(self, bucket: dict[Timer[Item], None]) -> None:
-        timers = list(bucket)
-        bucket.clear()
-        for timer in timers:
-            self._place(timer)
 
     def _place(self, timer: Timer[Item]) -> None:
         level = min(max((timer.tick - self._tick).bit_length() - 1, 0) // BITS, LEVELS - 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,11 +16,11 @@ from wavecore.frontend.mailbox import Mailbox, OutputKind
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, without_error
 from wavecore.frontend.progress import StartBar
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
-from wavecore.frontend.service import Service
+from wavecore.frontend.service import Service, start_beside_loop
 from wavecore.frontend.text import Tokenizer
 from wavecore.frontend.vllm_names import engine_config, refuse_method
 from wavecore.frontend.wakers import LoopWaker
-from wavecore.transport.errors import EngineDead
+from wavecore.transport.errors import ValidationError
 
 LONG_TEXT = 20_000  # characters; encoding more would hold the event loop up for milliseconds
 
@@ -41,7 +42,12 @@ class AsyncLLM:
 
     @classmethod
     async def start(cls, model: str | Path = "default", **settings: Any) -> Self:
-        return await asyncio.to_thread(cls, model, **settings)
+        """The constructor beside the loop. Cancelling it ends the engine that was starting."""
+        config = engine_config({"model": str(model), **settings})
+        llm = cls.__new__(cls)
+        with StartBar(config.disable_tqdm) as bar:
+            llm._attach(await start_beside_loop(config, bar))
+        return llm
 
     @classmethod
     def connect(cls, runtime_dir: str | Path, timeout: float = 30.0) -> Self:
@@ -52,7 +58,7 @@ class AsyncLLM:
 
     def _attach(self, service: Service) -> None:
         self._service = service
-        self._finalizer = weakref.finalize(self, service.close)
+        self._detach = service.close_when_dropped(self)
         self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = weakref.WeakKeyDictionary()
         self._by_id: dict[str, Mailbox] = {}
 
@@ -66,9 +72,11 @@ class AsyncLLM:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        queue_timeout: float | None = None,
+        first_token_timeout: float | None = None,
         resume: bool = False,
         output_kind: OutputKind | str = OutputKind.DELTA,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Outputs of one request as they come. Cancelling the task, or leaving the loop, aborts the request.
 
         Args:
@@ -77,6 +85,7 @@ class AsyncLLM:
             request_id: shown in outputs; None numbers them.
             priority: lower runs first under scheduling_policy="priority".
             timeout: seconds; then it ends with finish_reason "timeout" and what it had.
+            queue_timeout: seconds until it must have begun; first_token_timeout: until its first token.
             resume: let a greedy or seeded request go on after the death of an engine.
             output_kind: "delta" (what is new, merged for a slow reader), "cumulative" or "final".
 
@@ -87,10 +96,18 @@ class AsyncLLM:
         params = sampling_params or self.get_default_sampling_params()
         encoded = await self._encode(as_prompt(prompt))
         request = self._service.prepare(
-            encoded, params, request_id=request_id, priority=priority, timeout=timeout, resume=resume
+            encoded,
+            params,
+            request_id=request_id,
+            priority=priority,
+            timeout=timeout,
+            queue_timeout=queue_timeout,
+            first_token_timeout=first_token_timeout,
+            resume=resume,
         )
-        async for output in self._outputs(request, OutputKind(output_kind)):
-            yield output
+        async with aclosing(self._outputs(request, _kind(output_kind))) as outputs:
+            async for output in outputs:
+                yield output
 
     async def chat(
         self,
@@ -100,6 +117,8 @@ class AsyncLLM:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        queue_timeout: float | None = None,
+        first_token_timeout: float | None = None,
         resume: bool = False,
         output_kind: OutputKind | str = OutputKind.DELTA,
         chat_template: str | None = None,
@@ -107,7 +126,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """`generate` for a conversation, through the chat template as in `LLM.chat`."""
         params = sampling_params or self.get_default_sampling_params()
         prompt = await asyncio.to_thread(
@@ -120,10 +139,18 @@ class AsyncLLM:
             chat_template_kwargs=chat_template_kwargs,
         )
         request = self._service.prepare(
-            prompt, params, request_id=request_id, priority=priority, timeout=timeout, resume=resume
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            timeout=timeout,
+            queue_timeout=queue_timeout,
+            first_token_timeout=first_token_timeout,
+            resume=resume,
         )
-        async for output in self._outputs(request, OutputKind(output_kind)):
-            yield output
+        async with aclosing(self._outputs(request, _kind(output_kind))) as outputs:
+            async for output in outputs:
+                yield output
 
     async def embed(
         self, prompt: PromptType, *, pooling: str = "mean", timeout: float | None = None
@@ -169,10 +196,9 @@ class AsyncLLM:
 
     async def check_health(self) -> None:
         """Raises:
-        EngineDead: no engine takes requests.
+        EngineDead: no engine takes requests; with the cause.
         """
-        if not self._service.client.engines:
-            raise EngineDead("no engine takes requests")
+        self._service.client.check_health()
 
     async def reset_prefix_cache(self) -> bool:
         client = self._service.client
@@ -181,7 +207,8 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End the engine (or let go of an attached one). Idempotent; streams that run fail."""
-        self._finalizer()
+        self._detach()
+        self._service.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -196,8 +223,10 @@ class AsyncLLM:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    async def _outputs(self, request: EngineRequest, kind: OutputKind) -> AsyncIterator[RequestOutput]:
+    async def _outputs(self, request: EngineRequest, kind: OutputKind) -> AsyncGenerator[RequestOutput]:
         """From sending to the end there is one `try`, and no await before it: a cancelled task leaves nothing."""
+        if request.request_id in self._by_id:
+            raise ValidationError("request_id", f"{request.request_id!r:.60} is the id of a request that runs")
         waker = self._waker()
         mailbox = self._service.submit(request, waker, kind)
         try:
@@ -220,8 +249,7 @@ class AsyncLLM:
                 yield output
         finally:
             waker.forget(mailbox)
-            if self._by_id.get(request.request_id) is mailbox:
-                del self._by_id[request.request_id]
+            del self._by_id[request.request_id]
             self._service.client.abort(mailbox)
 
     async def _encode(self, prompt: Prompt) -> Prompt:
@@ -234,3 +262,11 @@ class AsyncLLM:
         if loop not in self._wakers:
             self._wakers[loop] = LoopWaker(loop)
         return self._wakers[loop]
+
+
+def _kind(kind: OutputKind | str) -> OutputKind:
+    try:
+        return OutputKind(kind)
+    except ValueError:
+        names = ", ".join(k.value for k in OutputKind)
+        raise ValidationError("output_kind", f"must be one of {names}, not {kind!r:.40}") from None

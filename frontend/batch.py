@@ -40,9 +40,9 @@ def run_batch(
             if output := batch.receive():
                 bar.done(output)
     finally:
-        bar.close()
         for mailbox in batch.running:
             service.client.abort(mailbox)
+        bar.close()
     return [batch.done[i] for i in range(len(requests))]
 
 
@@ -97,8 +97,16 @@ class _Batch:
         self._pause_until = time.monotonic() + PAUSE_SECONDS
 
 
-def stream_deltas(service: Service, request: EngineRequest) -> Iterator[RequestOutput]:
-    """The deltas of one request, which is sent when the first is asked for; leaving the loop aborts it."""
+def stream_deltas(
+    owner: object,  # noqa: ARG001 - held by the generator
+    service: Service,
+    request: EngineRequest,
+) -> Iterator[RequestOutput]:
+    """The deltas of one request, which is sent when the first is asked for; leaving the loop aborts it.
+
+    Args:
+        owner: kept alive as long as the stream is; its engine ends with it.
+    """
     waker = QueueWaker()
     mailbox = service.submit(request, waker, OutputKind.DELTA)
     try:

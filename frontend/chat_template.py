@@ -49,8 +49,8 @@ class ChatTemplate:
             for part in self._template.generate({**variables, **meter.hooks}):
                 meter.output(part)
                 parts.append(part)
+            return "".join(parts)
         except Refused as error:
             raise ValidationError("messages", f"the chat template refused them: {error}") from error
         except Exception as error:  # whatever code in a template may raise
             raise ValidationError("messages", f"the chat template of {self.origin} failed: {error!r:.300}") from error
-        return "".join(parts)

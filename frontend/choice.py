@@ -68,7 +68,7 @@ class Choice:
         tokens: Sequence[int],
         logprobs: Sequence[PositionLogprobs] = (),
         finish: FinishReason = FinishReason.NONE,
-        stop_token: int | None = None,
+        reason: int | str | None = None,
     ) -> None:
         """Take tokens in; a stop string in them finishes the choice and drops what comes after."""
         if self.finish is not None:
@@ -88,9 +88,9 @@ class Choice:
                     self.finish, self.stop_reason = "stop", self._stops.found
                     return
         if finish != FinishReason.NONE:
-            self.end(FINISH_NAMES[finish], stop_token)
+            self.end(FINISH_NAMES[finish], reason)
 
-    def end(self, finish: FinishName, stop_reason: int | None = None, error: WavecoreError | None = None) -> None:
+    def end(self, finish: FinishName, stop_reason: int | str | None = None, error: WavecoreError | None = None) -> None:
         """Finish; what was held back is shown by the last `take`."""
         if self.finish is None:
             self.finish, self.stop_reason, self.error = finish, stop_reason, error

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from wavecore.engine_core.config import EngineConfig
-from wavecore.frontend.vllm_names import RENAMED, engine_config, refuse_flag
+from wavecore.frontend.vllm_names import RENAMED, asks_for_nothing, engine_config, is_switch
 
 SHORT = {"-tp": "--tensor_parallel_size", "-dp": "--data_parallel_size"}
 _SWITCHES = frozenset(f.name for f in fields(EngineConfig) if f.type in ("bool", bool))
@@ -76,7 +77,11 @@ def settings(values: Namespace) -> EngineConfig:
 
 
 def spell(args: Sequence[str], switches: set[str]) -> list[str]:
-    """`--max-model-len 5`, `--enforce-eager`, `--no-enable-prefix-caching`, `-tp 2` as jsonargparse wants them."""
+    """`--max-model-len 5`, `--disable-tqdm`, `--no-enable-prefix-caching`, `-tp 2` as jsonargparse wants them.
+
+    Raises:
+        NotSupportedError: a flag of vLLM that asks for what this engine lacks.
+    """
     spelled: list[str] = []
     rest = list(args)
     while rest:
@@ -89,14 +94,15 @@ def spell(args: Sequence[str], switches: set[str]) -> list[str]:
             continue
         name = flag[2:].replace("-", "_")
         name = RENAMED.get(name, name)
-        if name.startswith("no_") and name[3:] in switches and not equals:
-            spelled.append(f"--{name[3:]}=false")
-        elif error := refuse_flag(name):
-            raise error
-        elif name in switches and not equals and (not rest or rest[0].lower() not in ("true", "false")):
-            spelled.append(f"--{name}=true")
-        else:
-            spelled.append(f"--{name}{equals}{value}")
+        negated = name.startswith("no_") and (name[3:] in switches or is_switch(name[3:]))
+        name = name[3:] if negated else name
+        if not equals and (name in switches or is_switch(name)):
+            given = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
+            value = str((given.lower() == "true") is not negated).lower()
+        elif not equals and rest and not rest[0].startswith("-"):
+            value = rest.pop(0)
+        if not asks_for_nothing(name, yaml.safe_load(value)):
+            spelled += [f"--{name}={value}"] if value or equals else [f"--{name}"]
     return spelled
 
 

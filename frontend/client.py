@@ -10,28 +10,32 @@ One lock guards all state; nothing blocks under it.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from wavecore.frontend import in_flight
-from wavecore.frontend.engine_link import Answer, EngineLink, LinkState
+from wavecore.frontend.calls import Answer, Calls
+from wavecore.frontend.engine_link import EngineLink, LinkState
 from wavecore.frontend.in_flight import InFlight
-from wavecore.frontend.mailbox import Mailbox, Waker
+from wavecore.frontend.mailbox import Mailbox, wake
 from wavecore.frontend.timer import Timer
 from wavecore.transport import deployment
 from wavecore.transport.client_pump import ClientPump, Disconnected, Event, Reconnected
 from wavecore.transport.curve import CurveClient
-from wavecore.transport.errors import EngineDead, RequestError, RequestTimeout, StartError, WavecoreError, from_code
-from wavecore.transport.messages import Dead, Heartbeat, Ready, Result, Step, Utility
+from wavecore.transport.deployment import Deployment
+from wavecore.transport.errors import EngineDead, RequestError, StartError
+from wavecore.transport.messages import Dead, Heartbeat, Ready, Result, Step
 
 logger = logging.getLogger(__name__)
 
 VERDICT_SECONDS = 1.0  # how long a broken connection is looked at closely; after that it may be a mere network fault
 UNREACHABLE_SECONDS = 10.0
+FOLLOW_SECONDS = 0.25
 ALIVE = ("starting", "ready", "draining", "dead", "restarting")  # "dead" waits for its next start
 
 
@@ -54,15 +58,14 @@ class EngineClient:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._links = {entry.index: EngineLink(entry.index) for entry in found.engines}
-        self._next_call = 1
         self._closed = False
+        self._owner = os.getpid()
         self._timer = Timer("wavecore-client-watch")
         self._pump = ClientPump(self._on_event, version=version)
         self._requests = InFlight(self._pump, self._links.values())
+        self._calls = Calls(self._pump, self._timer)
         try:
-            for entry in found.engines:
-                curve = CurveClient.load(self._runtime_dir / "keys", entry.server_key) if entry.server_key else None
-                self._pump.connect(entry.index, entry.input, entry.output, curve)
+            self._connect(found)
             self._wait_ready(timeout)
         except BaseException:
             self.close()
@@ -88,7 +91,7 @@ class EngineClient:
         """End a request, at any moment, as often as one likes."""
         with self._lock:
             touched = self._requests.abort(mailbox)
-        _wake(touched)
+        wake(touched)
 
     @property
     def num_live(self) -> int:
@@ -109,25 +112,21 @@ class EngineClient:
         Raises:
             EngineDead: no engine lives.
         """
-        future: Future[Answer] = Future()
         with self._lock:
             self._check_open()
             up = [link for link in self._links.values() if link.state is LinkState.UP and engine in (None, link.index)]
             if not up:
                 raise self._requests.no_engine()
-            number, link = self._next_call, up[0]
-            self._next_call += 1
-            self._pump.send(link.index, Utility(b"", b"", 0, number, method, dict(args or {})))
-            link.calls[number] = future
+            return self._calls.start(up[0].index, method, args or {}, timeout)
 
-        def expire() -> None:
-            with self._lock:
-                pending = link.calls.pop(number, None)
-            if pending is not None:
-                _settle(pending, RequestTimeout(f"{method}: engine {link.index} gave no answer within {timeout} s"))
-
-        self._timer.schedule(timeout, expire)
-        return future
+    def check_health(self) -> None:
+        """Raises:
+        EngineDead: no engine takes requests; with the cause.
+        """
+        with self._lock:
+            self._check_open()
+            if not any(link.state is LinkState.UP for link in self._links.values()):
+                raise self._requests.no_engine()
 
     @property
     def engines(self) -> list[int]:
@@ -147,11 +146,9 @@ class EngineClient:
             if self._closed:
                 return
             self._closed = True
-            touched = self._requests.fail_all(RequestError("the client was closed before the request ended"))
-            calls = [future for link in self._links.values() for future in link.take_calls()]
-        _wake(touched)
-        for future in calls:
-            _settle(future, RequestError("the client was closed before the call was answered"))
+            touched = self._requests.fail_all("its client was closed (shutdown) before it ended; send it again")
+        wake(touched)
+        self._calls.fail(None, RequestError("the client was closed before the call was answered"))
         self._timer.close()
         self._pump.close()
 
@@ -162,17 +159,13 @@ class EngineClient:
         if isinstance(event, Step):
             with self._lock:
                 touched = self._requests.deliver(link, event)
-            _wake(touched)
+            wake(touched)
         elif isinstance(event, Heartbeat):
             link.report(event.tokens)
         elif isinstance(event, Ready):
             self._on_ready(link, event)
         elif isinstance(event, Result):
-            with self._lock:
-                future = link.calls.pop(event.call, None)
-            if future is not None:
-                failed = from_code(event.error_code, event.error) if event.error_code else None
-                _settle(future, failed or Answer(event.value, event.frames))
+            self._calls.answer(event)
         elif isinstance(event, Dead):
             self._down(link, EngineDead(f"engine {index} ended in phase {event.phase}: {event.message}"), link.epoch)
         elif isinstance(event, Disconnected):
@@ -183,10 +176,10 @@ class EngineClient:
             self._judge(link, link.epoch, time.monotonic(), event.reason)
         elif isinstance(event, Reconnected):
             with self._lock:
-                if link.state is LinkState.BROKEN:
-                    link.state = LinkState.UP
+                if link.state in (LinkState.BROKEN, LinkState.UNREACHABLE):
+                    link.state, link.error = LinkState.UP, None
                 touched = self._requests.send_waiting()
-            _wake(touched)
+            wake(touched)
 
     def _on_ready(self, link: EngineLink, ready: Ready) -> None:
         """A new connection to an engine, perhaps to a new life: whatever was sent over an earlier one is lost."""
@@ -195,29 +188,28 @@ class EngineClient:
             error = link.error or EngineDead(forgot)
             link.state, link.error = LinkState.UP, None
             link.epoch, link.resolved, link.session = ready.epoch, ready.resolved, self._pump.session(link.index)
-            calls = link.take_calls()
             touched = self._requests.lose(link, error, everything=False)
             self._changed.notify_all()
-        _wake(touched)
-        for future in calls:
-            _settle(future, EngineDead(str(error)))
+        wake(touched)
+        self._calls.fail(link.index, error)
 
-    def _down(self, link: EngineLink, error: EngineDead, epoch: bytes) -> None:
-        """A life of an engine is over."""
+    def _down(self, link: EngineLink, error: EngineDead, epoch: bytes, state: LinkState = LinkState.DOWN) -> None:
+        """A life of an engine is over, or out of reach for too long."""
         with self._lock:
             if link.state is LinkState.DOWN or link.epoch != epoch:
                 return
-            link.state, link.error = LinkState.DOWN, error
-            calls = link.take_calls()
+            link.error = error
+            self._requests.abort_all_at(link)  # for an engine that lives behind a broken connection
+            link.state = state
             touched = self._requests.lose(link, error, everything=True)
             waiting = self._requests.num_waiting
             self._changed.notify_all()
         logger.warning("%s", error)
-        _wake(touched)
-        for future in calls:
-            _settle(future, EngineDead(str(error)))
+        wake(touched)
+        self._calls.fail(link.index, error)
         if waiting:
             self._timer.schedule(0.1, self._check_hope)
+        self._timer.schedule(FOLLOW_SECONDS, lambda: self._follow(link))
 
     # --- the timer's thread --------------------------------------------------------------------------------------
 
@@ -232,10 +224,23 @@ class EngineClient:
             self._down(link, EngineDead(cause.message), epoch)
         elif broken > UNREACHABLE_SECONDS:
             text = f"engine {link.index} has been out of reach for {broken:.0f} s ({reason}); is its machine reachable?"
-            self._down(link, EngineDead(text), epoch)
+            self._down(link, EngineDead(text), epoch, LinkState.UNREACHABLE)
         else:
             delay = 0.01 if broken < VERDICT_SECONDS else 0.5
             self._timer.schedule(delay, lambda: self._judge(link, epoch, since, reason))
+
+    def _follow(self, link: EngineLink) -> None:
+        """A restarted engine may listen elsewhere: over tcp its port may have been taken in between."""
+        with self._lock:
+            if self._closed or link.state not in (LinkState.DOWN, LinkState.UNREACHABLE):
+                return
+        try:
+            found = deployment.read(self._runtime_dir)
+        except StartError:  # stopped
+            return
+        self._connect(found)
+        if any(entry.state in ALIVE for entry in found.engines):
+            self._timer.schedule(FOLLOW_SECONDS, lambda: self._follow(link))
 
     def _check_hope(self) -> None:
         """While requests wait for an engine: fail them when none will come back."""
@@ -247,21 +252,35 @@ class EngineClient:
             return
         with self._lock:
             touched = self._requests.fail_waiting()
-        _wake(touched)
+        wake(touched)
 
     def _has_hope(self) -> bool:
         try:
             found = deployment.read(self._runtime_dir)
         except StartError:
             return False
-        return found.state not in ("dead", "stopped") and any(entry.state in ALIVE for entry in found.engines)
+        return found.state not in ("dead", "stopped") and any(
+            # One that is ready, but not for us, is no hope: a wait for it would have no end.
+            entry.state in ALIVE
+            and not (entry.state == "ready" and self._links[entry.index].state is LinkState.UNREACHABLE)
+            for entry in found.engines
+        )
 
     def _check_deadlines(self) -> None:
         with self._lock:
             touched = self._requests.fail_overdue()
-        _wake(touched)
+        wake(touched)
 
     # -------------------------------------------------------------------------------------------------------------
+
+    def _connect(self, found: Deployment) -> None:
+        """Talk to every engine where it listens now."""
+        for entry in found.engines:
+            link, addresses = self._links[entry.index], (entry.input, entry.output)
+            if entry.input and addresses != link.addresses:
+                link.addresses = addresses
+                curve = CurveClient.load(self._runtime_dir / "keys", entry.server_key) if entry.server_key else None
+                self._pump.connect(entry.index, *addresses, curve)
 
     def _wait_ready(self, timeout: float) -> None:
         until = time.monotonic() + timeout
@@ -270,6 +289,7 @@ class EngineClient:
                 if time.monotonic() > until:
                     raise StartError(f"no engine of {self._runtime_dir} answered within {timeout} s; is it overloaded?")
                 self._changed.wait(0.25)
+                self._connect(deployment.read(self._runtime_dir))  # it may have been starting when we first looked
                 if not self._has_hope():
                     causes = [e.cause.message for e in deployment.read(self._runtime_dir).engines if e.cause]
                     raise EngineDead(causes[0] if causes else f"the deployment in {self._runtime_dir} is over")
@@ -277,22 +297,6 @@ class EngineClient:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDead("this client was closed (shutdown); make a new one")
-
-
-def _wake(mailboxes: Sequence[Mailbox]) -> None:
-    by_waker: dict[Waker, list[Mailbox]] = {}
-    for mailbox in mailboxes:
-        if mailbox.must_wake():
-            by_waker.setdefault(mailbox.waker, []).append(mailbox)
-    for waker, woken in by_waker.items():
-        waker.wake(woken)
-
-
-def _settle(future: Future[Answer], outcome: Answer | WavecoreError) -> None:
-    try:
-        if isinstance(outcome, WavecoreError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-    except InvalidStateError:
-        logger.debug("a utility call was cancelled before its answer came")
+        if os.getpid() != self._owner:  # a fork has the object, not its threads
+            use = f"in this one use wavecore.connect({str(self._runtime_dir)!r})"
+            raise EngineDead(f"this client belongs to process {self._owner}; {use}")

@@ -17,6 +17,7 @@ from wavecore.transport.tensors import from_numpy
 
 I32 = npt.NDArray[np.int32]
 MIN_SECONDS = 0.001
+DEADLINES = frozenset({"timeout", "queue_timeout", "first_token_timeout"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,22 @@ class EngineRequest:
         """Tokens that an engine may have to compute for it, for choosing the least loaded engine."""
         return len(self.prompt) + self.params.n * (self.params.max_tokens or 0)
 
-    def message(self, handle: int, emitted: list[int], seed: int | None) -> Add:
-        """The message; `emitted` tokens of an earlier life go behind the prompt, drawn on with the same `seed`."""
+    def message(self, handle: int, emitted: list[int], seed: int | None, elapsed: float) -> Add:
+        """The message.
+
+        Args:
+            emitted: tokens of an earlier life, which go behind the prompt and are drawn on with the same `seed`.
+            elapsed: seconds since it was sent first; deadlines go on.
+        """
         prompt, options, wire = self.prompt, dict(self.options), dict(self.wire)
+        for name in DEADLINES & options.keys():
+            options[name] = max(MIN_SECONDS, options[name] - elapsed)
         if emitted:
             prompt = np.concatenate([prompt, np.array(emitted, np.int32)])
             options["emitted"] = len(emitted)
+            wire.pop("prompt_logprobs", None)  # reported with the first token
+            for name in ("queue_timeout", "first_token_timeout"):
+                options.pop(name, None)
             if seed is not None:
                 wire["seed"] = seed
         return Add(b"", b"", 0, handle, from_numpy(prompt), wire, options, self.prompt_embeds)
@@ -66,6 +77,7 @@ def check_options(
     priority: int = 0,
     timeout: float | None = None,
     queue_timeout: float | None = None,
+    first_token_timeout: float | None = None,
     cache_salt: str | None = None,
 ) -> dict[str, Any]:
     """Bounded options of a request, without the defaults.
@@ -76,7 +88,8 @@ def check_options(
     options: dict[str, Any] = {}
     if priority != 0:
         options["priority"] = whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
-    for name, value in (("timeout", timeout), ("queue_timeout", queue_timeout)):
+    deadlines = {"timeout": timeout, "queue_timeout": queue_timeout, "first_token_timeout": first_token_timeout}
+    for name, value in deadlines.items():
         if value is not None:
             options[name] = real(name, value, MIN_SECONDS, MAX_SECONDS)
     if cache_salt is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from wavecore.frontend.engine_link import Balancer, EngineLink, LinkState
 from wavecore.frontend.mailbox import Mailbox
 from wavecore.transport.client_pump import ClientPump
-from wavecore.transport.errors import EngineDead, RequestTimeout, WavecoreError
+from wavecore.transport.errors import EngineDead, RequestError, RequestTimeout, WavecoreError
 from wavecore.transport.messages import Abort, FinishReason, Step
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class Flight:
         sent_again: how often.
         lost_by: why it waits.
         deadline: monotonic time when the client gives up on it, None without a timeout.
+        started: monotonic time when it was sent first.
     """
 
     mailbox: Mailbox
@@ -49,6 +50,7 @@ class Flight:
     sent_again: int = 0
     lost_by: EngineDead | None = None
     deadline: float | None = None
+    started: float = field(default_factory=time.monotonic)
 
 
 class InFlight:
@@ -80,7 +82,7 @@ class InFlight:
         self._flights[mailbox] = flight
         timeout = mailbox.request.timeout
         if timeout is not None:
-            flight.deadline = time.monotonic() + timeout + GRACE_SECONDS
+            flight.deadline = flight.started + timeout + GRACE_SECONDS
 
     def deliver(self, link: EngineLink, step: Step) -> list[Mailbox]:
         """Hand the rows of a step to their mailboxes."""
@@ -121,12 +123,16 @@ class InFlight:
         self._forget(flight)
         return [mailbox]
 
-    def fail_all(self, error: WavecoreError) -> list[Mailbox]:
+    def fail_all(self, why: str) -> list[Mailbox]:
         touched: list[Mailbox] = []
         for flight in list(self._flights.values()):
             self._abort_at_engine(flight)
-            touched += self._fail(flight, error)
+            touched += self._fail(flight, RequestError(f"request {flight.mailbox.request.request_id}: {why}"))
         return touched
+
+    def abort_all_at(self, link: EngineLink) -> None:
+        """Tell an engine to end all that it was sent; it hears so when it is in reach again."""
+        self._send_abort(link, [h for f in self._flights.values() if f.link is link for h in f.handles])
 
     # --- when engines die ----------------------------------------------------------------------------------------
 
@@ -190,7 +196,8 @@ class InFlight:
         if self._next_handle + request.params.n > MAX_HANDLE:
             self._next_handle = 1
         first = self._next_handle
-        flight.session = self._pump.send(link.index, request.message(first, emitted, mailbox.seed))
+        elapsed = time.monotonic() - flight.started if flight.sent_again else 0.0
+        flight.session = self._pump.send(link.index, request.message(first, emitted, mailbox.seed, elapsed))
         self._next_handle += request.params.n
         flight.link = link
         flight.handles = {first + i: i for i in range(request.params.n) if mailbox.is_running(i)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -70,7 +69,7 @@ class LLM:
 
     def _attach(self, service: Service) -> None:
         self._service = service
-        self._finalizer = weakref.finalize(self, service.close)
+        self._detach = service.close_when_dropped(self)
 
     # --- generation ----------------------------------------------------------------------------------------------
 
@@ -84,6 +83,8 @@ class LLM:
         prompt_token_ids: None = None,
         priority: int | Sequence[int] | None = None,
         timeout: float | None = None,
+        queue_timeout: float | None = None,
+        first_token_timeout: float | None = None,
         resume: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts; all are checked before the first is sent.
@@ -94,6 +95,7 @@ class LLM:
             use_tqdm: a progress bar, or a function that makes one.
             priority: for all or one each; lower runs first under scheduling_policy="priority".
             timeout: seconds for each request; then it ends with finish_reason "timeout" and what it had.
+            queue_timeout: seconds until it must have begun; first_token_timeout: until its first token.
             resume: let greedy or seeded requests go on after the death of an engine.
 
         Returns:
@@ -107,7 +109,8 @@ class LLM:
         if prompt_token_ids is not None:
             raise NotSupportedError('prompt_token_ids: give prompts=[{"prompt_token_ids": [...]}, ...]')
         asked = as_prompts(prompts)
-        return self._run(asked, sampling_params, use_tqdm, priority, timeout=timeout, resume=resume)
+        deadlines = _deadlines(timeout, queue_timeout, first_token_timeout)
+        return self._run(asked, sampling_params, use_tqdm, priority, resume=resume, **deadlines)
 
     def chat(
         self,
@@ -121,7 +124,10 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
         timeout: float | None = None,
+        queue_timeout: float | None = None,
+        first_token_timeout: float | None = None,
         resume: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of conversations, through the model's chat template.
@@ -143,7 +149,8 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(asked, sampling_params, use_tqdm, None, timeout=timeout, resume=resume)
+        deadlines = _deadlines(timeout, queue_timeout, first_token_timeout)
+        return self._run(asked, sampling_params, use_tqdm, priority, resume=resume, **deadlines)
 
     def stream(
         self,
@@ -152,6 +159,8 @@ class LLM:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        queue_timeout: float | None = None,
+        first_token_timeout: float | None = None,
         resume: bool = False,
     ) -> Iterator[RequestOutput]:
         """Deltas of one request, sent when the first is asked for; leaving the loop aborts it.
@@ -160,8 +169,9 @@ class LLM:
             WavecoreError: the request failed, after what it had was given.
         """
         params = sampling_params or self.get_default_sampling_params()
-        request = self._service.prepare(as_prompt(prompt), params, priority=priority, timeout=timeout, resume=resume)
-        return stream_deltas(self._service, request)
+        deadlines = _deadlines(timeout, queue_timeout, first_token_timeout)
+        request = self._service.prepare(as_prompt(prompt), params, priority=priority, resume=resume, **deadlines)
+        return stream_deltas(self, self._service, request)
 
     def embed(
         self,
@@ -237,7 +247,8 @@ class LLM:
 
     def shutdown(self) -> None:
         """End the engine (or let go of an attached one). Idempotent; requests that run fail."""
-        self._finalizer()
+        self._detach()
+        self._service.close()
 
     def __enter__(self) -> Self:
         return self
@@ -269,6 +280,10 @@ class LLM:
             for prompt, p, rank in zip(prompts, params, priorities, strict=True)
         ]
         return [output for _, output in run_batch(self._service, requests, use_tqdm)]
+
+
+def _deadlines(total: float | None, queue: float | None, first_token: float | None) -> dict[str, Any]:
+    return {"timeout": total, "queue_timeout": queue, "first_token_timeout": first_token}
 
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:

@@ -104,7 +104,8 @@ class Mailbox:
                     error = from_code(str(extra.get("code", "request")), str(extra.get("message", "")))
                     choice.end("error", error=error)
                 else:
-                    choice.feed(tokens, logprobs, finish, extra.get("stop_token"))
+                    reason = extra.get("message") if finish == FinishReason.TIMEOUT else extra.get("stop_token")
+                    choice.feed(tokens, logprobs, finish, reason)
             except Exception as error:  # a fault in one request's text ends that request
                 logger.exception("request %s: its output cannot be read", self.request.request_id)
                 choice.end("error", error=RequestError(f"request {self.request.request_id}: {error!r:.300}"))
@@ -192,3 +193,13 @@ class Mailbox:
             rows = read_logprobs(frames, extra["prompt_logprobs"], self._decode)
             self._prompt_logprobs = [*(self._prompt_logprobs or [None]), *rows]
         return read_logprobs(frames, extra["logprobs"], self._decode) if "logprobs" in extra else []
+
+
+def wake(mailboxes: Sequence[Mailbox]) -> None:
+    """Tell the consumers that do not know yet, each waker once."""
+    by_waker: dict[Waker, list[Mailbox]] = {}
+    for mailbox in mailboxes:
+        if mailbox.must_wake():
+            by_waker.setdefault(mailbox.waker, []).append(mailbox)
+    for waker, woken in by_waker.items():
+        waker.wake(woken)

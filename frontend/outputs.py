@@ -38,7 +38,7 @@ class CompletionOutput:
     Attributes:
         cumulative_logprob: of all tokens so far; None where logprobs were not asked for.
         finish_reason: None while it runs.
-        stop_reason: the stop string or the stop token id that ended it; None at end-of-sequence or other ends.
+        stop_reason: the stop string or the stop token id that ended it, or which deadline passed; else None.
         seed: the effective seed: the one asked for, or the one drawn for this request.
         error: why it ended where finish_reason is "error".
     """

@@ -17,7 +17,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
 def _hidden() -> bool:
     """Bars are for people: a terminal or a notebook, not a log file."""
-    return not sys.stderr.isatty() and "ipykernel" not in sys.modules
+    return (sys.stderr is None or not sys.stderr.isatty()) and "ipykernel" not in sys.modules
 
 
 class StartBar:

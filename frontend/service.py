@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import _thread
+import asyncio
+import atexit
+import contextlib
 import itertools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +27,13 @@ from wavecore.frontend.mailbox import Mailbox, OutputKind, Waker
 from wavecore.frontend.prompts import Prompt, token_ids
 from wavecore.frontend.text import Tokenizer
 from wavecore.frontend.tokenizer_files import generation_defaults, load_tokenizer
-from wavecore.transport.errors import NotSupportedError, ValidationError
+from wavecore.transport.codec import MAX_FRAME_BYTES
+from wavecore.transport.errors import ModelError, NotSupportedError, ValidationError, WavecoreError
 from wavecore.transport.supervisor import ChildSpec, Limits, Supervisor
 from wavecore.transport.version import VERSION
 
 Progress = Callable[[int, str, float], None]
+MAX_ID = 1024
 MAX_PROMPT_LOGPROBS_CELLS = 1 << 24  # positions x alternatives of one request's prompt_logprobs
 
 
@@ -50,15 +58,18 @@ class Service:
             raise
 
     @classmethod
-    def start(cls, config: EngineConfig, progress: Progress | None) -> Service:
+    def start(cls, config: EngineConfig, progress: Progress | None, supervisor: Supervisor | None = None) -> Service:
         """Start an engine process and attach to it.
+
+        Args:
+            supervisor: of `make_supervisor`, for a caller that may want to stop it meanwhile.
 
         Raises:
             WavecoreError: whatever kept the engine from becoming ready. Nothing is left behind then.
         """
         if config.tokenizer is not None and not config.skip_tokenizer_init:
             load_tokenizer(config.tokenizer)  # a wrong path is told before the time to load a model is spent
-        supervisor = make_supervisor(config)
+        supervisor = supervisor or make_supervisor(config)
         try:
             return cls(supervisor.start(progress), supervisor, config.ready_timeout)
         except BaseException:
@@ -70,6 +81,19 @@ class Service:
         self.client.close()
         if self._supervisor is not None:
             self._supervisor.stop()
+        atexit.unregister(self.close)
+
+    def close_when_dropped(self, owner: object) -> Callable[[], object]:
+        """Close when `owner` is collected, at the latest at exit.
+
+        Returns:
+            What takes that back, for an owner that closes by itself.
+        """
+        atexit.register(self.close)
+        # The collector may run in any thread, also in our IO thread with a lock held: it only hands over.
+        dropped = weakref.finalize(owner, _thread.start_new_thread, self.close, ())
+        dropped.atexit = False
+        return dropped.detach
 
     # --- facts ---------------------------------------------------------------------------------------------------
 
@@ -83,9 +107,20 @@ class Service:
         return max(1, int(self.resolved["max_num_queued_reqs"]) // 2)
 
     def default_params(self) -> SamplingParams:
-        """What the model's authors recommend, else the defaults."""
+        """What the model's authors recommend, else the defaults.
+
+        Raises:
+            ModelError: generation_config.json recommends what cannot be.
+        """
+        return self._default_params.clone()
+
+    @cached_property
+    def _default_params(self) -> SamplingParams:
         path = str(self.resolved.get("model_path", ""))
-        return SamplingParams(**generation_defaults(path)) if path else SamplingParams()
+        try:
+            return SamplingParams(**generation_defaults(path)) if path else SamplingParams()
+        except ValidationError as error:
+            raise ModelError(f"{path}/generation_config.json: {error}; correct it, or give SamplingParams") from error
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -119,13 +154,15 @@ class Service:
         """A request ready to send.
 
         Args:
-            options: priority, timeout, queue_timeout.
+            options: of `check_options`.
 
         Raises:
             ValidationError: a value out of bounds, before it costs anything.
         """
         if not isinstance(params, SamplingParams):
             raise ValidationError("sampling_params", f"must be SamplingParams, not {type(params).__name__}")
+        if request_id is not None and (not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID):
+            raise ValidationError("request_id", f"must be a text of 1 to {MAX_ID} characters, not {request_id!r:.60}")
         queue = int(self.resolved["max_num_queued_reqs"])
         if params.n > queue:
             raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")
@@ -138,6 +175,8 @@ class Service:
         embeds = None
         if prompt.embeds is not None:
             embeds = embeds_frame(prompt.embeds, int(self.resolved["hidden_size"]))
+            if len(embeds.buffer) > MAX_FRAME_BYTES:
+                raise ValidationError("prompt_embeds", f"{len(embeds.buffer)} bytes; at most {MAX_FRAME_BYTES} travel")
             ids = np.zeros(embeds.shape[0], np.int32)
         elif prompt.ids is None:
             raise ValidationError("prompt", "gives no tokens")
@@ -188,13 +227,26 @@ class Service:
             if not params.detokenize:
                 raise ValidationError("stop", "needs detokenize=True; use stop_token_ids without text")
             self.need_tokenizer("stop (a string)")
-        params.check_model(int(self.resolved["vocab_size"]))
         if params.bad_words:
             words = self.need_tokenizer("bad_words").bad_word_ids(params.bad_words)
             params = replace(params, bad_words=None, bad_words_token_ids=(*(params.bad_words_token_ids or ()), *words))
+        params.check_model(int(self.resolved["vocab_size"]), self.resolved["eos_token_ids"])
         wire = params.to_wire()
         wire.pop("stop", None)
         return wire
+
+
+async def start_beside_loop(config: EngineConfig, progress: Progress | None) -> Service:
+    """`Service.start` in a thread; cancelling ends the start, and only returns when nothing is left of it."""
+    supervisor = make_supervisor(config)
+    starting = asyncio.create_task(asyncio.to_thread(Service.start, config, progress, supervisor))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        supervisor.request_stop()
+        with contextlib.suppress(WavecoreError):
+            (await starting).close()
+        raise
 
 
 def make_supervisor(config: EngineConfig) -> Supervisor:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from functools import wraps
 from typing import Any, NoReturn
 
 from jinja2 import Template, nodes
@@ -27,6 +28,7 @@ MAX_TEXT = 8 << 20  # characters of output, of any text on the way, entries of a
 MAX_SECONDS = 5.0
 MAX_LOOPS = 1_000_000
 MAX_BITS = 4096
+MAX_ENTRIES = 100_000
 
 # fmt: off
 FILTERS = frozenset({
@@ -34,6 +36,11 @@ FILTERS = frozenset({
     "int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse",
     "round", "safe", "select", "selectattr", "sort", "string", "title", "trim", "truncate", "unique", "upper",
     "wordcount",
+})
+# Filters that walk over all entries of what they get, with no word to the clock
+WALKING = frozenset({
+    "dictsort", "groupby", "list", "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr",
+    "sort", "unique",
 })
 METHODS = frozenset({
     "capitalize", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdecimal", "isdigit", "islower",
@@ -97,7 +104,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         ours = {"tojson": _tojson, "replace": _replace, "indent": _indent, "join": _join}
-        self.filters = {name: f for name, f in self.filters.items() if name in FILTERS} | ours
+        kept = {name: f for name, f in self.filters.items() if name in FILTERS}
+        self.filters = kept | {name: _bounded(kept[name]) for name in WALKING} | ours
         self.globals = {
             "range": self.globals["range"],  # the sandbox's, at most 100,000
             "dict": _dict,
@@ -205,6 +213,17 @@ class _Namespace(Namespace):
 
 def _hook(name: str, args: list[nodes.Expr], line: int) -> nodes.Call:
     return nodes.Call(nodes.Name(f"_wavecore_{name}", "load", lineno=line), args, [], None, None, lineno=line)
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)  # jinja2's marks on it included
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for value in args[:2]:  # the first may be the environment
+            if isinstance(value, str | list | tuple | Mapping) and len(value) > MAX_ENTRIES:
+                raise LimitReached(f"more than {MAX_ENTRIES} entries for a filter")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _dict(*pairs: Any, **entries: Any) -> dict[Any, Any]:

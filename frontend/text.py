@@ -240,10 +240,6 @@ class Tokenizer:
     def bos_token(self) -> str | None:
         return self.named_tokens.get("bos_token")
 
-    @property
-    def all_special_ids(self) -> list[int]:
-        return sorted(self.special_tokens)
-
     def _named_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)

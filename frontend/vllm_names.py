@@ -34,6 +34,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "task": ("auto", "generate"),
     "enable_lora": (False,),
+    "enforce_eager": (True, False),
     "pipeline_parallel_size": (1,),
     "revision": (None,),
     "tokenizer_revision": (None,),
@@ -95,16 +96,11 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
     """
     known = {f.name for f in fields(EngineConfig)}
     settings: dict[str, Any] = {}
-    values = {**values, **({"dtype": DTYPES[values["dtype"]]} if values.get("dtype") in DTYPES else {})}
     for given, value in values.items():
         name = RENAMED.get(given, given)
         if name in known:
-            settings[name] = value
-        elif name in HARMLESS and any(value is v or value == v for v in HARMLESS[name]):
-            continue
-        elif name in HARMLESS or name in WAYS_OUT:
-            raise NotSupportedError(f"{name}={value!r:.60}: {WAYS_OUT.get(name, 'not supported in this version')}")
-        else:
+            settings[name] = DTYPES.get(value, value) if name == "dtype" and isinstance(value, str) else value
+        elif not asks_for_nothing(name, value):
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else "; see EngineConfig for all settings"
             raise ConfigError(f"unknown setting {name}{hint}")
@@ -114,10 +110,22 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**plain)
 
 
-def refuse_flag(name: str) -> NotSupportedError | None:
-    """The error for a command line flag of vLLM that is not here; None for a name nobody knows."""
-    known = name in HARMLESS or name in WAYS_OUT
-    return NotSupportedError(f"--{name}: {WAYS_OUT.get(name, 'not supported in this version')}") if known else None
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether a setting of vLLM may be dropped, because what it asks for is so anyway; False for a name nobody knows.
+
+    Raises:
+        NotSupportedError: it asks for more.
+    """
+    if name not in HARMLESS and name not in WAYS_OUT:
+        return False
+    if any(value is v or value == v for v in HARMLESS.get(name, ())):
+        return True
+    raise NotSupportedError(f"{name}={value!r:.60}: {WAYS_OUT.get(name, 'not supported in this version')}")
+
+
+def is_switch(name: str) -> bool:
+    """Whether a setting of vLLM is a flag without a value on the command line."""
+    return name in HARMLESS and all(isinstance(v, bool) for v in HARMLESS[name])
 
 
 def refuse_method(name: str) -> NotSupportedError | None:

@@ -215,6 +215,9 @@ class ClientLink:
         if isinstance(message, Ready):
             return self._ready(message)
         session = self._present()
+        if session is None and isinstance(message, Dead):  # refused at the door
+            self._emit(message)
+            return False
         if session is None or getattr(message, "epoch", None) != session.epoch:
             self._complaints.add("message of another session", type(message).__name__)
             return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 from wavecore.transport.codec import Frames, encode
 from wavecore.transport.columns import finish_columns, merge, size_of
 from wavecore.transport.delivery import Outbox
-from wavecore.transport.errors import ProtocolError, WavecoreError
+from wavecore.transport.errors import MessageTooLarge, ProtocolError, WavecoreError
 from wavecore.transport.messages import Columns, FinishReason, Result, Step, TensorFrame
 
 STEP_BYTES = 1 << 20  # merged output leaves in messages of about this size
 CHUNK_BYTES = 8 << 20
+HELD_MESSAGES = 10_000  # not acknowledged; only results can be so many, see `put_result`
 MERGE_EVERY = 64  # merging each step would copy all that waits each time
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ class Limits:
     Attributes:
         clients: attached at once.
         messages, bytes: sent to one client and not acknowledged; more waits, merged.
-        waiting_bytes: merged output that waits; a client that needs more is dropped.
+        held_bytes: merged output that waits and what is not acknowledged; a client that needs more is dropped.
+        calls: utility calls of one client that wait for their answer; more are answered as overloaded.
         absent_ticks, silent_ticks, stalled_ticks: a client is dropped after so many seconds without a connection,
             without a word, without acknowledging anything while output waits.
     """
@@ -36,7 +37,8 @@ class Limits:
     clients: int = 1000
     messages: int = 256
     bytes: int = 32 << 20
-    waiting_bytes: int = 256 << 20
+    held_bytes: int = 256 << 20
+    calls: int = 1000
     absent_ticks: int = 5
     silent_ticks: int = 10
     stalled_ticks: int = 10
@@ -48,13 +50,13 @@ class ClientState:
         self._limits = limits
         self._outbox = Outbox(limits.messages, limits.bytes)
         self._columns: list[Columns] = []
+        self._columns_bytes = 0
         self._columns_merged = 0  # how many parts of _columns the last merge left
         self._load = (0, 0, 0)
-        self._results: deque[Result] = deque()
-        self._waiting_bytes = 0
         self._silent_ticks = 0
         self._absent_ticks = 0
         self._stalled_ticks = 0
+        self.connected = True  # as far as the last message to it told
 
     @property
     def last_number(self) -> int:
@@ -63,23 +65,25 @@ class ClientState:
     @property
     def has_output(self) -> bool:
         """Whether something was not transmitted yet."""
-        return bool(self._columns or self._results or self._outbox.peek() is not None)
+        return bool(self._columns or self._outbox.peek() is not None)
 
     @property
     def overflows(self) -> bool:
-        return self._waiting_bytes > self._limits.waiting_bytes
+        """Whether it must be dropped for what the engine would have to hold for it."""
+        return self._outbox.bytes + self._columns_bytes > self._limits.held_bytes or len(self._outbox) > HELD_MESSAGES
 
     def heard(self) -> None:
         self._silent_ticks = 0
+        self.connected = True
 
     def acknowledge(self, seen: int, gap: bool, now: float) -> None:
         if self._outbox.acknowledge(seen, gap, now):
             self._stalled_ticks = 0
 
-    def tick(self, connected: bool) -> str:
+    def tick(self) -> str:
         """One second went by. Returns why the client must be dropped, or nothing."""
         self._silent_ticks += 1
-        self._absent_ticks = 0 if connected else self._absent_ticks + 1
+        self._absent_ticks = 0 if self.connected else self._absent_ticks + 1
         self._stalled_ticks = self._stalled_ticks + 1 if self._outbox.full else 0
         if self._absent_ticks > self._limits.absent_ticks:
             return f"it disconnected and did not come back for {self._limits.absent_ticks} s"
@@ -91,38 +95,54 @@ class ClientState:
 
     def put(self, columns: Columns, load: tuple[int, int, int]) -> None:
         self._columns.append(columns)
+        self._columns_bytes += size_of(columns)
         self._load = load
-        self._waiting_bytes += size_of(columns)
         if len(self._columns) - self._columns_merged >= MERGE_EVERY:
             self._columns = [merge(*group) for group in _groups(self._columns)]
             self._columns_merged = len(self._columns)
-            self._count_waiting()
+            self._columns_bytes = sum(map(size_of, self._columns))
 
-    def put_result(self, call: int, value: Any, frames: Sequence[TensorFrame], error: WavecoreError | None) -> None:
-        """Queue the chunks of a utility call's answer; frames of about 8 MiB a chunk, the value in the last."""
-        code, text = (error.code, str(error)) if error else ("", "")
+    def put_result(
+        self, call: int, value: Any, frames: Sequence[TensorFrame], error: WavecoreError | None, now: float
+    ) -> None:
+        """Queue a utility call's answer, in chunks of about 8 MiB of frames, the value in the last.
+
+        Results do not wait for room in the window: they cannot be merged, and calls are bounded where they come in.
+        """
         chunk: list[TensorFrame] = []
         size = 0
-        for frame in frames:
-            if chunk and size + len(frame.buffer) > CHUNK_BYTES:
-                self._results.append(Result(self._epoch, 0, call, False, "", "", None, tuple(chunk)))
-                chunk, size = [], 0
-            chunk.append(frame)
-            size += len(frame.buffer)
-        self._results.append(Result(self._epoch, 0, call, True, code, text, value, tuple(chunk)))
-        self._count_waiting()
+        try:
+            if sum(len(frame.buffer) for frame in frames) > self._limits.held_bytes // 2:
+                raise MessageTooLarge(f"the result is larger than {self._limits.held_bytes // 2} bytes: ask for less")
+            for frame in frames:
+                if chunk and size + len(frame.buffer) > CHUNK_BYTES:
+                    self._append_result(call, False, None, chunk, None, now)
+                    chunk, size = [], 0
+                chunk.append(frame)
+                size += len(frame.buffer)
+            self._append_result(call, True, value, chunk, error, now)
+        except ProtocolError as fault:
+            log.exception("the result of call %d cannot travel", call)
+            self._append_result(call, True, None, (), fault, now)
+
+    def _append_result(
+        self,
+        call: int,
+        last: bool,
+        value: Any,
+        frames: Sequence[TensorFrame],
+        error: WavecoreError | None,
+        now: float,
+    ) -> None:
+        code, text = (error.code, str(error).encode(errors="replace").decode()) if error else ("", "")
+        number = self._outbox.last_number + 1
+        self._outbox.append(encode(Result(self._epoch, number, call, last, code, text, value, tuple(frames))), now)
 
     def next_frames(self, now: float) -> Frames | None:
         """The next message to transmit, encoded when its turn comes; None: nothing, or no room in the window."""
-        frames = self._outbox.peek()
-        while frames is None and not self._outbox.full and (self._columns or self._results):
-            if self._results:
-                self._append_result(now)
-            else:
-                self._append_columns(now)
-            self._count_waiting()
-            frames = self._outbox.peek()
-        return frames
+        if self._outbox.peek() is None and self._columns and not self._outbox.full:
+            self._append_columns(now)
+        return self._outbox.peek()
 
     def advance(self) -> None:
         self._outbox.advance()
@@ -131,6 +151,7 @@ class ClientState:
         group = next(_groups(self._columns))
         del self._columns[: len(group)]
         self._columns_merged = max(0, self._columns_merged - len(group))
+        self._columns_bytes -= sum(map(size_of, group))
         columns = merge(*group)
         try:
             frames = self._encode_step(columns)
@@ -143,29 +164,6 @@ class ClientState:
 
     def _encode_step(self, columns: Columns) -> Frames:
         return encode(Step(self._epoch, self._outbox.last_number + 1, columns, self._load))
-
-    def _append_result(self, now: float) -> None:
-        result = self._results.popleft()
-        number = self._outbox.last_number + 1
-        try:
-            frames = encode(_numbered(result, number))
-        except ProtocolError as error:
-            log.exception("result of call %d cannot travel", result.call)
-            while self._results and self._results[0].call == result.call:
-                self._results.popleft()
-            frames = encode(Result(self._epoch, number, result.call, True, error.code, str(error)))
-        self._outbox.append(frames, now)
-
-    def _count_waiting(self) -> None:
-        self._waiting_bytes = sum(map(size_of, self._columns)) + sum(
-            len(frame.buffer) for result in self._results for frame in result.frames
-        )
-
-
-def _numbered(result: Result, number: int) -> Result:
-    return Result(
-        result.epoch, number, result.call, result.last, result.error_code, result.error, result.value, result.frames
-    )
 
 
 def _groups(parts: list[Columns]) -> Iterator[list[Columns]]:

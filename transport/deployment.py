@@ -148,8 +148,10 @@ def why_dead(runtime_dir: str | Path, index: int, epoch: bytes, timeout: float =
     while True:
         try:
             entry = next((e for e in read(runtime_dir).engines if e.index == index), None)
-        except StartError as error:
-            return Cause("engine_dead", str(error))
+        except StartError:
+            return Cause(
+                "engine_dead", f"the deployment in {runtime_dir} was stopped; what it had not finished is lost"
+            )
         if entry is None or entry.epoch != epoch.hex() or entry.state in ("dead", "restarting", "failed", "stopped"):
             if entry is not None and entry.cause is not None:
                 return entry.cause

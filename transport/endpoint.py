@@ -133,7 +133,7 @@ def _knock(address: str, kind: int, client: CurveClient) -> bool | None:
                 event = monitor.next()
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     return True
-                if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_DISCONNECTED):  # the second may come alone
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # a mere disconnect is no verdict: libzmq tries again
                     return False
         return None
     finally:

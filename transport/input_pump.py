@@ -20,11 +20,12 @@ from wavecore.transport.columns import finish_columns
 from wavecore.transport.complaints import Complaints
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.endpoint import Endpoint
-from wavecore.transport.errors import ProtocolError, WavecoreError
+from wavecore.transport.errors import Overloaded, ProtocolError, WavecoreError
 from wavecore.transport.messages import U32, Abort, Add, FinishReason, Utility
-from wavecore.transport.output_pump import OutputPump, PumpFailed
+from wavecore.transport.output_pump import OutputPump, PumpFailed, UpStream
 from wavecore.transport.sockets import Waker
 
+MAX_QUEUED = 10_000  # items that wait for the main loop
 MAX_CHOICES = 1024  # of a refused ADD that are answered; a larger `n` is nonsense
 
 log = logging.getLogger(__name__)
@@ -123,28 +124,41 @@ class InputPump:
                 message = decode(frames)
                 if not isinstance(message, Add | Abort | Utility):
                     raise ProtocolError(f"{type(message).__name__} on the input socket")
-                if self._take(message.epoch, message.client, message.number, total_bytes(frames)):
-                    self._queue(message)
+                session = self._take(message.epoch, message.client, message.number, total_bytes(frames))
+                if session is not None:
+                    self._queue(message, session)
             except ProtocolError as error:
                 self._complaints.add("bad frame on the input socket", error)
                 self._answer(error, total_bytes(frames))
 
-    def _take(self, epoch: bytes, client: bytes, number: int, size: int) -> bool:
-        """Whether this message is the next one of a living session."""
-        inbox = self._output.sessions.get(client)
-        if inbox is None or epoch != self._output.epoch:
+    def _take(self, epoch: bytes, client: bytes, number: int, size: int) -> UpStream | None:
+        """The session, if it lives and this is its next message, which then counts as received."""
+        session = self._output.sessions.get(client)
+        if session is None or epoch != self._output.epoch:
             self._complaints.add("message of another life or of no session", client.hex()[:8])
-            return False
+            return None
+        if self._input_queue.qsize() >= MAX_QUEUED:
+            # Not received: the sender keeps it and sends it again. Admission and the bound on calls keep ordinary
+            # clients far from here.
+            self._complaints.add("the main loop lags behind its input", f"{MAX_QUEUED} items wait")
+            return None
+        inbox = session.inbox
         accepted = inbox.accept(number, size)
         if inbox.report_due:
             self._output.nudge(client, *inbox.report())
-        return accepted
+        return session if accepted else None
 
-    def _queue(self, message: Add | Abort | Utility) -> None:
+    def _queue(self, message: Add | Abort | Utility, session: UpStream) -> None:
         if isinstance(message, Abort):
             self._input_queue.put(AbortIn(message.client, message.handles))
         elif isinstance(message, Utility):
-            self._input_queue.put(UtilityIn(message.client, message.call, message.method, message.args))
+            full = session.full
+            session.asked += 1
+            if full:
+                error = Overloaded(f"{session.max_calls} calls wait for their answer: call again when some have come")
+                self._output.put_result(message.client, message.call, error=error)
+            else:
+                self._input_queue.put(UtilityIn(message.client, message.call, message.method, message.args))
         else:
             try:
                 request = self._admit(message)
@@ -169,9 +183,11 @@ class InputPump:
         if cls not in (Add, Abort, Utility) or "number" not in values:
             return
         client = values["client"]
-        if not self._take(values["epoch"], client, values["number"], size):
+        session = self._take(values["epoch"], client, values["number"], size)
+        if session is None:
             return
         if cls is Add and "handle" in values:
             self._refuse(client, values["handle"], values.get("params", {}), error)
         elif cls is Utility and "call" in values:
+            session.asked += 1
             self._output.put_result(client, values["call"], error=error)

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,7 +29,7 @@ from wavecore.transport.codec import Frames, encode
 from wavecore.transport.complaints import Complaints
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.delivery import Inbox
-from wavecore.transport.errors import ProtocolError, WavecoreError
+from wavecore.transport.errors import Overloaded, ProtocolError, WavecoreError
 from wavecore.transport.messages import Columns, Dead, Gone, Heartbeat, Hello, Ping, Ready, TensorFrame
 from wavecore.transport.router import Router, Sent
 from wavecore.transport.sockets import Waker
@@ -67,6 +67,21 @@ class PumpFailed:
     error: BaseException
 
 
+@dataclass(slots=True)
+class UpStream:
+    """What a client sends. `asked` is counted by the input thread, `answered` by the output thread."""
+
+    max_calls: int
+    inbox: Inbox = field(default_factory=Inbox)
+    asked: int = 0
+    answered: int = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether as many utility calls wait for their answer as may."""
+        return self.asked - self.answered >= self.max_calls
+
+
 class OutputPump:
     """Owns the ROUTER. `put*`, `nudge` and `stop` may be called by any thread; `run` is the thread.
 
@@ -96,7 +111,7 @@ class OutputPump:
         limits: Limits | None = None,
     ) -> None:
         self.epoch = epoch
-        self.sessions: dict[bytes, Inbox] = {}  # the up streams; added and removed here, used by the input thread
+        self.sessions: dict[bytes, UpStream] = {}  # added and removed here, used by the input thread
         self._ready = encode(Ready(epoch, version, engine, resolved))
         self._counters = counters
         self._input_queue = input_queue
@@ -190,16 +205,18 @@ class OutputPump:
             self._flush()
             if self._stopping and not self._tasks:
                 give_up = min(give_up, now + FLUSH_SECONDS)
-                if now >= give_up or not any(client.has_output for client in self._clients.values()):
+                if now >= give_up or not any(c.has_output and c.connected for c in self._clients.values()):
                     return
 
     def _hello(self, identity: bytes) -> None:
         if identity not in self._clients:
             if len(self._clients) >= self._limits.clients:
-                self._complaints.add("too many clients", f"{self._limits.clients} are attached; one more was ignored")
+                text = f"{len(self._clients)} clients are attached, no more are taken: close some or start more engines"
+                self._complaints.add("too many clients", text)
+                self._router.send(identity, encode(Dead(self.epoch, Overloaded.code, text, "connect", 0, "")))
                 return
             self._clients[identity] = ClientState(self.epoch, self._limits)
-            self.sessions[identity] = Inbox()
+            self.sessions[identity] = UpStream(self._limits.calls)
         self._clients[identity].heard()
         self._router.send(identity, self._ready)
 
@@ -229,7 +246,8 @@ class OutputPump:
     ) -> None:
         client = self._clients.get(identity)
         if client is not None:
-            client.put_result(call, value, frames, error)
+            client.put_result(call, value, frames, error, time.monotonic())
+            self.sessions[identity].answered += 1
             self._mark(identity, client)
 
     def _mark(self, identity: bytes, client: ClientState) -> None:
@@ -252,28 +270,28 @@ class OutputPump:
         for identity in self._clients:
             self._router.send(identity, frames)
 
-    def _heartbeat(self, identity: bytes, seen: int, gap: bool) -> bool:
-        """Returns whether the client is connected."""
+    def _heartbeat(self, identity: bytes, seen: int, gap: bool) -> None:
         client = self._clients.get(identity)
         if client is None:
-            return False
+            return
         c = self._counters()
         beat = Heartbeat(
             self.epoch, client.last_number, seen, c.steps, c.running, c.waiting, c.tokens, time.monotonic(), gap
         )
-        return self._router.send(identity, encode(beat)) is not Sent.NO_PEER
+        client.connected = self._router.send(identity, encode(beat)) is not Sent.NO_PEER
 
     def _tick(self) -> None:
         for identity, client in list(self._clients.items()):
-            connected = self._heartbeat(identity, self.sessions[identity].seen, gap=False)
-            if reason := client.tick(connected):
+            self._heartbeat(identity, self.sessions[identity].inbox.seen, gap=False)
+            if reason := client.tick():
                 self._drop(identity, reason)
 
     def _flush(self) -> None:
         for identity in self._dirty:
             client = self._clients[identity]
             while (frames := client.next_frames(time.monotonic())) is not None:
-                if self._router.send(identity, frames) is not Sent.YES:
+                if (sent := self._router.send(identity, frames)) is not Sent.YES:
+                    client.connected = sent is not Sent.NO_PEER
                     break  # its next Ping tries again
                 client.advance()
         self._dirty.clear()

@@ -6,6 +6,7 @@ A socket is used by one thread only; a context is shared. The thread that starts
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket as net
@@ -17,12 +18,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from wavecore.transport.codec import MAX_FRAME_BYTES
 from wavecore.transport.curve import CurveClient, CurveServer
-from wavecore.transport.errors import ConfigError, StartError
+from wavecore.transport.errors import ConfigError, ResourceError, StartError
 
 HIGH_WATER_MARK = 1000
 LINGER_MS = 2000
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks whether a CURVE key may enter
 ZAP_DOMAIN = b"wavecore"
+_OUT_OF_RESOURCES = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 MAX_IPC_PATH = 107  # sizeof(sockaddr_un.sun_path) - 1
 
 if zmq.zmq_version_info() < (4, 3, 5):
@@ -95,7 +97,8 @@ def make_socket(
 
     Raises:
         ConfigError: a bad address, or tcp without CURVE.
-        StartError: the address cannot be bound.
+        ResourceError: the port is taken, or the process has no descriptor left.
+        StartError: the address cannot be bound for another reason.
     """
     parsed = check_address(address, curve)
     socket = context.socket(kind)
@@ -119,7 +122,8 @@ def make_socket(
             socket.connect(address)
     except zmq.ZMQError as error:
         socket.close(0)
-        raise StartError(f"cannot use {address}: {error.strerror}; is another engine there?") from error
+        kind_of_error = ResourceError if error.errno in _OUT_OF_RESOURCES else StartError
+        raise kind_of_error(f"cannot use {address}: {error.strerror}; is another engine there?") from error
     return socket
 
 

@@ -8,6 +8,7 @@ was itself stopped or starved does not blame the child for the gap.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,8 @@ import psutil
 from wavecore.transport.progress import ProgressPage
 
 TICK_SECONDS = 0.5
+COMPUTING_SHARE = 0.05  # of one core; a hung process still sends a heartbeat now and then
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class StallWatch:
@@ -32,7 +35,7 @@ class StallWatch:
         self._idle_limit = max(1, round(idle_seconds / TICK_SECONDS))
         self._step_limit = max(1, round(step_seconds / TICK_SECONDS))
         self._beats = -1
-        self._cpu_ticks = 0
+        self._cpu_seconds: float | None = None  # at the last tick without a beat
         self._idle = self._computing = 0
 
     def tick(self) -> str | None:
@@ -41,6 +44,7 @@ class StallWatch:
         if not stopped and (not self._page.is_busy or self._page.beats != self._beats):
             self._beats = self._page.beats
             self._idle = self._computing = 0
+            self._cpu_seconds = None
             return None
         if not stopped and self._is_computing():
             self._computing += 1
@@ -58,16 +62,16 @@ class StallWatch:
 
     def _is_computing(self) -> bool:
         helpers = self._page.helpers
-        alive, ticks = False, 0
+        alive, cpu = False, 0.0
         for pid in (self._pid, *_descendants(self._pid)):  # a step may wait for a compiler that it started
             for task in _tasks(pid):
-                name, state, cpu = _read_stat(task / "stat")
+                name, state, seconds = _read_stat(task / "stat")
                 if int(task.name) in helpers or name.startswith("ZMQbg"):
                     continue
                 alive |= state in ("R", "D")
-                ticks += cpu
-        grew = ticks > self._cpu_ticks
-        self._cpu_ticks = ticks
+                cpu += _run_seconds(task) or seconds
+        grew = self._cpu_seconds is not None and cpu - self._cpu_seconds > COMPUTING_SHARE * TICK_SECONDS
+        self._cpu_seconds = cpu
         return alive or grew
 
 
@@ -89,12 +93,20 @@ def _state(path: Path) -> str:
     return _read_stat(path)[1]
 
 
-def _read_stat(path: Path) -> tuple[str, str, int]:
-    """(name, state letter, user + system clock ticks) of a /proc stat file; proc(5)."""
+def _run_seconds(task: Path) -> float:
+    """CPU time by the scheduler's own clock, which is finer than the ticks in stat; 0 where the kernel has none."""
+    try:
+        return int((task / "schedstat").read_text().split()[0]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _read_stat(path: Path) -> tuple[str, str, float]:
+    """(name, state letter, CPU seconds) of a /proc stat file; proc(5)."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
-        return "", "", 0
+        return "", "", 0.0
     name, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()
-    return name, fields[0], int(fields[11]) + int(fields[12])
+    return name, fields[0], (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS

@@ -196,7 +196,7 @@ class Supervised:
         log.error("%s ended: %s", self._spec.name, cause.message)
         delay = self._backoff.died(time.monotonic())
         self.entry = replace(self.entry, state="failed" if delay is None else "dead", cause=cause)
-        if self._words is not None and cause.code == "resource":  # its port was taken meanwhile: bind a new one
+        if self._words is not None and cause.phase == "bind":  # its port was taken meanwhile: take a new one
             self.entry = replace(self.entry, input="", output="")
         if delay is not None:
             self._spawn_at = time.monotonic() + delay

@@ -3,7 +3,7 @@
 One thread owns the children: it spawns them (they die with it, see child.ChildLife), hears their status and log pipes,
 sees their end by pidfd within a millisecond, and writes `deployment.json` before anybody else learns of a change.
 Knows nothing of engines but the lines on the status pipe:
-    {"phase": str, "fraction": float}    while starting
+    {"phase": str, "fraction": float}    while starting; "bind" is the phase that takes the addresses
     {"ready": {"input", "output", "epoch", "resolved"}}
     {"failed": {"code", "message", "phase", "rank", "traceback"}}    last words
 """
@@ -151,10 +151,10 @@ class Supervisor:
     def serve(self, progress: Progress | None = None, on_ready: Callable[[Path], None] | None = None) -> int:
         """Start, then run in the foreground of a program until a signal ends it. Main thread only.
 
-        The first SIGTERM or SIGINT drains for `limits.drain` seconds, the second ends at once.
+        The first SIGTERM, SIGINT or SIGHUP drains for `limits.drain` seconds, the second ends at once.
 
         Returns:
-            The program's exit code: 0 after SIGTERM, 130 after SIGINT.
+            The program's exit code: 0 after SIGTERM or SIGHUP, 130 after SIGINT.
 
         Raises:
             WavecoreError: as `start` and `wait`; its `exit_code` is the program's.
@@ -186,7 +186,8 @@ class Supervisor:
             received.append(number)
             self.request_stop(self._limits.drain if len(received) == 1 else 0.0)
 
-        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal was closed
+        before = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield received
         finally:
@@ -205,7 +206,8 @@ class Supervisor:
                 self._loop(runtime_dir.path, selector, children)
             except Exception as error:  # ours or the machine's: no process may stay, and start() must hear of it
                 self._failure = self._failure or as_wavecore_error(error)
-                log.error("the supervisor failed: %s", error, exc_info=self._failure is not error)
+                if self._failure is not error:
+                    log.exception("the supervisor failed, and its engines end with it")
             finally:
                 for child in children:
                     child.destroy()

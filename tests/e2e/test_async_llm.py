@@ -48,7 +48,7 @@ async def test_output_kinds(llm: AsyncLLM) -> None:
     assert whole[-1].outputs[0].text == "Hello world"
     [final] = [o async for o in llm.generate([HELLO], params, output_kind=OutputKind.FINAL)]
     assert final.outputs[0] == whole[-1].outputs[0]
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValidationError, match="output_kind"):
         await text_of(llm, [HELLO], output_kind="nothing")
 
 
@@ -81,6 +81,18 @@ async def test_abort_by_id(llm: AsyncLLM) -> None:
         await llm.abort("unknown")
     assert outputs[-1].outputs[0].finish_reason == "abort"
     assert llm.num_unfinished == 0
+
+
+async def test_ids_of_running_requests_are_unique(llm: AsyncLLM) -> None:
+    first = llm.generate([9, 9], LONG, "mine")
+    await anext(first)
+    with pytest.raises(ValidationError, match="request_id"):
+        await text_of(llm, [9, 9], request_id="mine")
+    await first.aclose()
+    assert await text_of(llm, [HELLO], request_id="mine") == "Hello world"
+    for wrong in (["a"], "", 5, "x" * 2000):
+        with pytest.raises(ValidationError, match="request_id"):
+            await text_of(llm, [HELLO], request_id=wrong)
 
 
 async def test_t7_cancel_at_every_moment(llm: AsyncLLM) -> None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.e2e.scripted_model import write_model
 
@@ -115,6 +116,23 @@ def test_batch_gives_up_on_an_engine_that_takes_nothing(files: dict[str, str], m
         assert llm.generate([5, 6], SHORT, use_tqdm=False)[0].finished
 
 
+def test_client_in_a_fork_says_so(files: dict[str, str]) -> None:
+    with LLM(**files) as llm:
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                llm.generate([5], SHORT, use_tqdm=False)
+            except EngineDead as error:
+                os.write(write_end, str(error).encode())
+            os._exit(0)
+        os.close(write_end)
+        os.waitpid(pid, 0)
+        assert "belongs to process" in os.read(read_end, 1000).decode()
+        os.close(read_end)
+        assert llm.generate([5], SHORT, use_tqdm=False)[0].finished
+
+
 def test_stream_that_nobody_reads_is_not_sent(files: dict[str, str]) -> None:
     with LLM(**files) as llm:
         stream = llm.stream([9, 9], LONG)
@@ -125,14 +143,50 @@ def test_stream_that_nobody_reads_is_not_sent(files: dict[str, str]) -> None:
         assert llm._service.client.num_live == 0
 
 
+@pytest.mark.parametrize("turns", [0, 1, 100])
+async def test_cancelled_start_leaves_nothing(tmp_path: Path, turns: int) -> None:
+    files = write_model(tmp_path, load_seconds=60)
+    before = set(psutil.Process().children())
+    task = asyncio.create_task(AsyncLLM.start(**files))
+    for _ in range(turns):
+        await asyncio.sleep(0.01 if turns > 1 else 0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 30)
+    assert set(psutil.Process().children()) <= before
+
+
 def test_dropped_object_ends_its_engine(files: dict[str, str]) -> None:
     llm = LLM(**files)
     pid, runtime_dir = read(llm.runtime_dir).engines[0].pid, llm.runtime_dir
     del llm
     gc.collect()
-    assert not runtime_dir.exists()
+    deadline = time.monotonic() + 30
+    while runtime_dir.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_stream_keeps_its_engine(files: dict[str, str]) -> None:
+    tokens = [t for o in LLM(**files).stream([5, 6], SHORT) for t in o.outputs[0].token_ids]
+    assert len(tokens) == 4
+
+
+def test_object_that_dies_in_the_io_thread(files: dict[str, str]) -> None:
+    """The collector runs where it likes, also in the thread that delivers, with a lock held."""
+    with LLM(**files) as llm:
+        other = LLM.connect(llm.runtime_dir)
+        service = other._service
+        with llm._service.client._lock, service.client._lock:
+            del other
+            gc.collect()
+        deadline = time.monotonic() + 30
+        while not service.client._closed:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert llm.generate([5, 6], SHORT, use_tqdm=False)[0].finished
 
 
 def test_attached_client_outlives_nothing(files: dict[str, str]) -> None:
@@ -168,7 +222,14 @@ def test_tcp_with_keys(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -
 
 def test_deadlines_of_a_batch(files: dict[str, str]) -> None:
     with LLM(**files, max_num_seqs=1) as llm:
+        for name in ("queue_timeout", "first_token_timeout"):
+            busy = llm.stream([9, 9], LONG)
+            next(busy)
+            [late] = llm.generate([5, 1], SHORT, use_tqdm=False, **{name: 0.1})
+            busy.close()
+            assert late.outputs[0].finish_reason == "timeout"
         outputs: list[Any] = llm.generate([[5, 1], [5, 2]], LONG, use_tqdm=False, timeout=0.5)
         assert [o.outputs[0].finish_reason for o in outputs] == ["timeout", "timeout"]
         assert outputs[0].outputs[0].token_ids
+        assert "timeout is 0.5" in outputs[0].outputs[0].stop_reason
         assert len(outputs[1].outputs[0].token_ids) <= 1  # it waited for the other nearly all the time

@@ -248,3 +248,18 @@ def test_failed_start_tells_the_cause(tmp_path: Path) -> None:
     files = write_model(tmp_path, faults={"load_error": "the weights are cursed"})
     with pytest.raises(ModelError, match="cursed"):
         LLM(**files)
+
+
+def test_recommended_sampling(tmp_path: Path) -> None:
+    files = write_model(tmp_path, tokenizer=str(tmp_path / "tokenizer"))
+    recommended = tmp_path / "tokenizer" / "generation_config.json"
+    recommended.write_text('{"temperature": 0.6, "top_p": 0.9}')
+    with LLM(files["model"]) as llm:
+        params = llm.get_default_sampling_params()
+        assert params == SamplingParams(temperature=0.6, top_p=0.9)
+        params.max_tokens = 3  # type: ignore[misc]
+        assert len(llm.generate([5], params, use_tqdm=False)[0].outputs[0].token_ids) == 3
+        assert llm.get_default_sampling_params().max_tokens == 16
+    recommended.write_text('{"top_k": 50.5}')
+    with LLM(files["model"]) as llm, pytest.raises(ModelError, match=r"generation_config\.json: top_k"):
+        llm.generate([5], use_tqdm=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,8 +102,10 @@ class Driver:
         head = life.waiting.peek()
         if head is not None and len(victims := self.core.scheduler._outranked(head)):
             comes_free = not life.slots.free and life.num_running > len(life.slots.ordered())
-            blocks = life.kv.device.num_free + sum(len(life.slots.at(slot).blocks) for slot in victims.tolist())
-            assert comes_free or blocks * life.kv.block_size < len(head.tokens), "an urgent request was passed over"
+            held = Counter(block for slot in victims.tolist() for block in life.slots.at(slot).blocks)
+            freed = sum(life.kv.device.refs(block) == count for block, count in held.items())
+            room = (life.kv.device.num_free + freed) * life.kv.block_size
+            assert comes_free or room < len(head.tokens), "an urgent request was passed over"
 
     def step(self) -> dict[bytes, Columns]:
         outputs, _ = self.core.step()

@@ -97,6 +97,31 @@ def test_an_urgent_request_that_cannot_fit_costs_nobody_its_place() -> None:
     assert driver.core.life.totals.preemptions == 0
 
 
+def test_nobody_is_pushed_out_for_a_reserve_or_for_blocks_that_others_hold() -> None:
+    driver = Driver(SCRIPT, block_size=4, num_gpu_blocks_override=21, watermark=0.3, scheduling_policy="priority")
+    driver.add(0, [1] * 20, {"priority": 0}, max_tokens=30)
+    driver.add(1, [1] * 20 + [2] * 4, {"priority": 5}, max_tokens=4)  # five of its six blocks are shared
+    driver.step()
+    driver.add(2, [3] * 64, {"priority": 3}, max_tokens=2)
+    for _ in range(3):
+        driver.step()
+    assert driver.core.life.totals.preemptions == 0
+    driver.run()
+    driver.check_all()
+
+
+def test_the_one_that_others_made_room_for_may_use_the_reserve() -> None:
+    driver = Driver(SCRIPT, block_size=4, num_gpu_blocks_override=21, watermark=0.3, scheduling_policy="priority")
+    driver.add(0, [1] * 20, {"priority": 0}, max_tokens=60)
+    driver.add(1, [2] * 20, {"priority": 5}, max_tokens=12)
+    for _ in range(4):
+        driver.step()
+    driver.add(2, [3] * 36, {"priority": 1}, max_tokens=4)
+    driver.run()
+    driver.check_all()
+    assert driver.first_step[2] <= 4 + 4 and driver.core.life.totals.preemptions == 1
+
+
 def test_the_more_urgent_prompt_gets_the_budget_first() -> None:
     driver = Driver(SCRIPT, max_num_batched_tokens=32, max_num_seqs=8, scheduling_policy="priority")
     for handle in range(4):

@@ -208,7 +208,7 @@ def test_choices_and_swapped_requests_carry_nothing_over_a_reset(swap: float) ->
     d.add(9, LONG[20:], {"priority": 0}, max_tokens=20)  # pushes one out
     while d.core.has_work:
         d.step()
-        request = d.core.life.find(b"c" * 16, 0)
+        request = d.core.life.by_client.get(b"c" * 16, {}).get(0)
         if request is not None and request.stale:
             assert not any(d.core.life.kv.device.hash_of(block) for block in old & set(request.blocks))
     d.check_all()

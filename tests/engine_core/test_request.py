@@ -47,6 +47,7 @@ def admit(
         ("emitted", [1, 2], {"emitted": 2}, {}),
         ("emitted", [1, 2, 3], {"emitted": 2}, {"max_tokens": 2}),
         ("emitted", [1, 2], {"emitted": -1}, {}),
+        ("n", [1, 2], {"emitted": 1}, {"n": 2}),
     ],
 )
 def test_refused(field: str, prompt: list[int], options: dict[str, Any], params: dict[str, Any]) -> None:
@@ -121,6 +122,8 @@ def test_prompt_embeds_are_checked_and_widened() -> None:
     assert request.prompt_embeds is not None and (request.prompt_embeds == half).all()
     other = driver.core.admit(make_add(0, [1, 1], embeds=TensorFrame("float32", (2, 4), bytes(32))))
     assert other.root != request.root != admit([1, 1]).root
+    resumed = driver.core.admit(make_add(0, [1, 1, 5], {"emitted": 1}, embeds=good))
+    assert resumed.prompt_embeds is not None and resumed.num_prompt == 2
     for frame in (
         TensorFrame("float32", (2, 5), bytes(40)),
         TensorFrame("float16", (2, 4), bytes(16)),

@@ -25,6 +25,7 @@ configs = st.fixed_dictionaries(
         "ageing_seconds": st.just(0.001),
         "async_scheduling": st.booleans(),
         "swap_space_gib": st.sampled_from([0.0, 1.0]),
+        "oom_at_steps": st.just([]) | st.lists(st.integers(0, 30), min_size=1, max_size=4),
     }
 )
 
@@ -53,8 +54,9 @@ requests = st.fixed_dictionaries(
 
 
 def play(config: dict[str, Any], plans: list[dict[str, Any]]) -> Driver:
-    script = Script(vocab_size=VOCAB, num_host_blocks=6, max_model_len=48)
-    driver = Driver(script, **config)
+    faults = {"oom_at_steps": config["oom_at_steps"]}
+    script = Script(vocab_size=VOCAB, num_host_blocks=6, max_model_len=48, faults=faults)
+    driver = Driver(script, **{name: value for name, value in config.items() if name != "oom_at_steps"})
     handles: dict[int, dict[str, Any]] = {i * 8: plan for i, plan in enumerate(plans)}
     last = max((max(p["at"], p["abort_at"] or 0) for p in plans), default=0)
     for now in range(last + 1):
@@ -78,6 +80,8 @@ def judge(driver: Driver, plans: list[dict[str, Any]]) -> None:
             got = driver.outputs.get(handle, [])
             if driver.finish[handle] is FinishReason.ABORT:
                 assert plan["abort_at"] is not None and got == tokens[: len(got)]
+            elif driver.finish[handle] is FinishReason.ERROR:  # out of memory twice in a row, and it was the biggest
+                assert len(driver.runner.script.faults["oom_at_steps"]) > 1 and got == tokens[: len(got)]
             else:
                 assert (got, driver.finish[handle]) == (tokens, finish), f"handle {handle}"
                 assert driver.extras[handle]["seed"] == plan["seed"]
@@ -122,6 +126,7 @@ tight = st.fixed_dictionaries(
         "watermark": st.just(0.0),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
         "swap_space_gib": st.sampled_from([0.0, 1.0]),
+        "oom_at_steps": st.just([]) | st.lists(st.integers(0, 30), min_size=1, max_size=4),
     }
 )
 

@@ -127,6 +127,16 @@ def test_aborts_at_any_moment(rounds: int) -> None:
     assert driver.finish.keys() == driver.sent.keys()
 
 
+def test_a_long_list_of_handles_is_no_long_work() -> None:
+    driver = small(num_gpu_blocks_override=30)
+    for handle in range(3):
+        driver.add(handle, prompt(handle, 3), max_tokens=9)
+    driver.core.abort(CLIENT, np.arange(2, 500_000, dtype=np.uint32))
+    driver.core.abort(b"x" * 16, np.arange(5, dtype=np.uint32))
+    driver.run()
+    assert driver.finish == {0: FinishReason.LENGTH, 1: FinishReason.LENGTH, 2: FinishReason.ABORT}
+
+
 def test_abort_and_a_new_request_at_once() -> None:
     """E-39, T8: the new one is never hit, even under the handle of the old one."""
     driver = small(num_gpu_blocks_override=30, max_num_batched_tokens=64)
@@ -198,6 +208,18 @@ def test_stop_rules() -> None:
     assert [driver.extras[h].get("stop_token") for h in range(6)] == [None, 9, None, 4, None, None]
 
 
+def test_one_request_with_many_stop_ids_costs_others_nothing_once_it_left() -> None:
+    driver = small(num_gpu_blocks_override=60)
+    driver.add(0, prompt(0, 3), max_tokens=9, stop_token_ids=[90, 91])
+    driver.add(1, prompt(1, 3), max_tokens=5, stop_token_ids=list(range(60, 90)))
+    driver.add(2, prompt(2, 3), max_tokens=9, stop_token_ids=[92])
+    driver.step()
+    assert driver.core.life.slots.stop_ids.shape[1] == 30
+    driver.run()
+    driver.check_all()
+    assert driver.core.life.slots.stop_ids.shape[1] == 8
+
+
 def test_a_faulty_row_ends_alone_and_leaves_the_prefix_cache() -> None:
     """F-20."""
     driver = Driver(Script(eos_token_id=[], faults={"nan_token": 66}), block_size=4)
@@ -235,6 +257,20 @@ def test_out_of_memory_once_shrinks_the_steps() -> None:
     driver.run()
     driver.check_all()
     assert driver.core.scheduler.budget == 256
+
+
+def test_the_first_in_line_moves_however_small_the_steps_become() -> None:
+    driver = small(num_gpu_blocks_override=11, max_num_batched_tokens=4, max_num_seqs=4, scheduling_policy="priority")
+    for handle in range(4):
+        driver.add(handle, prompt(handle, 9), {"priority": 4 - handle}, max_tokens=20)
+        driver.step()
+        driver.step()
+    for _ in range(4):
+        driver.core.scheduler.shrink_budget()
+    assert driver.core.scheduler.budget == 1
+    driver.add(9, prompt(9, 25), {"priority": 0}, max_tokens=5)
+    driver.run()
+    driver.check_all()
 
 
 def test_out_of_memory_again_ends_the_biggest_request() -> None:
@@ -289,6 +325,37 @@ def test_two_clients_see_only_their_own() -> None:
         for client, columns in driver.step().items():
             got[client].update(columns.handles.tolist())
     assert got == {CLIENT: {0, 1, 2}, other: {10, 11, 12}}
+    driver.check_all()
+
+
+def test_logprobs_of_several_clients_in_one_step_stay_with_their_rows() -> None:
+    driver = small(num_gpu_blocks_override=60)
+    for handle in range(6):
+        client = (CLIENT, b"d" * 16)[handle % 2]
+        wanted = None if handle == 3 else handle % 3
+        driver.add(handle, prompt(handle, 3 + handle), client=client, max_tokens=4, logprobs=wanted)
+    driver.run()
+    driver.check_all()
+    assert "logprobs" not in driver.frames.get(3, {})
+    for handle in (0, 1, 2, 4, 5):
+        frames = driver.frames[handle]["logprobs"]
+        chosen = [int(np.frombuffer(frame.buffer, np.int32)[0]) for frame in frames[::3]]
+        assert chosen == driver.outputs[handle] and frames[0].shape == (1, 1 + handle % 3)
+
+
+def test_a_steady_step_touches_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is crossed, nobody comes or ends: columns alone."""
+    driver = Driver(SCRIPT, check=False, block_size=128, num_gpu_blocks_override=100)
+    for handle in range(32):
+        driver.add(handle, prompt(handle, 10), max_tokens=60)
+    for _ in range(5):
+        driver.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.core.life.slots, "at", None)
+        patch.setattr(driver.core.life.slots, "requests", None)
+        for _ in range(40):
+            assert driver.step()
+    driver.run()
     driver.check_all()
 
 

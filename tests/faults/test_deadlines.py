@@ -54,6 +54,7 @@ def test_first_token_deadline(deploy: Any) -> None:
         first.check_finished()
 
 
+@pytest.mark.slow
 def test_deadline_while_the_engine_says_nothing(deploy: Any) -> None:
     """The engine stopped answering, and a request's `timeout` passes.
 

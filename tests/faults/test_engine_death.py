@@ -16,7 +16,8 @@ from wavecore.transport.errors import EngineDead
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGABRT, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)]
+    "number",
+    [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGABRT, signal.SIGSEGV))],
 )
 def test_engine_killed_mid_stream(deploy: Any, number: signal.Signals) -> None:
     """The engine process is killed, or crashes in native code, while it streams.

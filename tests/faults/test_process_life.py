@@ -101,7 +101,7 @@ def gone(family: list[psutil.Process], seconds: float) -> bool:
     return not psutil.wait_procs(family, seconds)[1]
 
 
-@pytest.mark.parametrize("fork", [False, True])
+@pytest.mark.parametrize("fork", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_killed_program(program: Any, fork: bool) -> None:
     """The program that embeds the engine is killed (kill -9), even while a fork of it lives on.
 

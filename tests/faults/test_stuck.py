@@ -61,7 +61,7 @@ def test_briefly_stopped_engine(deploy: Any) -> None:
         stream = deployed.stream(1, 100)
         assert stream.first.wait(30)
         os.kill(deployed.engine.pid, signal.SIGSTOP)
-        seen, deadline = len(stream.tokens), time.monotonic() + 2.0
+        seen, deadline = len(stream.tokens), time.monotonic() + 1.0
         while time.monotonic() < deadline:  # what was on its way arrives, then nothing
             seen = len(stream.tokens)
         assert seen == len(stream.tokens) < 100
@@ -73,15 +73,17 @@ def test_briefly_stopped_engine(deploy: Any) -> None:
 def test_long_prefill_is_not_stuck(deploy: Any) -> None:
     """One prompt takes many times longer than the stuck limit to compute in a single step.
 
-    The engine is left alone, because it computes; calls of other clients are answered afterwards.
+    The engine is left alone, because it computes, and its heartbeat goes on, so clients know that it lives.
     """
-    length = 2_000_000
+    length = 1_500_000
     script = {"max_model_len": length + 100, "num_blocks": 3000, "block_size": 1024}
     config = {"max_num_seqs": 1, "max_num_batched_tokens": length + 1, "enable_prefix_caching": False}
     with deploy(script, limits=Limits(ready=60, idle=0.5, step=60), **config) as deployed:
         prompt = tuple(range(1, 1000)) * (length // 999)
         started = time.monotonic()
         stream = deployed.stream(1, 2, prompt=prompt)
+        while not stream.first.wait(0.05):
+            assert deployed.llm._service.client.engines == [0]
         assert stream.end == "length"
         assert len(stream.tokens) == 2
         assert time.monotonic() - started > 1.0, "too fast to show anything"
@@ -93,7 +95,7 @@ def test_slow_load_is_not_stuck(deploy: Any) -> None:
 
     Only `ready_timeout` limits a start; progress is shown meanwhile.
     """
-    with deploy({"load_seconds": 3.0}, limits=Limits(ready=60, idle=0.5)) as deployed:
+    with deploy({"load_seconds": 1.5}, limits=Limits(ready=60, idle=0.5)) as deployed:
         assert deployed.engine.restarts == 0
         deployed.check_serving()
 
@@ -107,7 +109,7 @@ def test_idle_engine_is_not_stuck_and_uses_no_cpu(deploy: Any) -> None:
         deployed.check_serving()
         process = psutil.Process(deployed.engine.pid)
         before, start = sum(process.cpu_times()[:2]), time.monotonic()
-        while time.monotonic() < start + 3.0:
+        while time.monotonic() < start + 2.0:
             assert deployed.engine.state == "ready"
             time.sleep(0.1)
         assert sum(process.cpu_times()[:2]) - before <= 0.02 * (time.monotonic() - start) + 0.02

@@ -31,11 +31,13 @@ class FakePump:
         self.on_event = on_event
         self.sessions: dict[int, bytes] = {}
         self.epochs: dict[int, bytes] = {}
+        self.addresses: dict[int, tuple[str, str]] = {}
         self.sent: list[tuple[int, Add | Abort | Utility]] = []
         self.lives = 0
         self.closed = False
 
     def connect(self, index: int, input: str, output: str, curve: object = None) -> None:
+        self.addresses[index] = (input, output)
         self.new_life(index)
 
     def session(self, index: int) -> bytes | None:
@@ -98,7 +100,8 @@ class FakeDeployment:
     """Stands in for `transport.deployment`."""
 
     def __init__(self, engines: int) -> None:
-        self.value = Deployment("ready", 1, tuple(EngineEntry(i, "ready") for i in range(engines)))
+        entries = tuple(EngineEntry(i, "ready", input=f"ipc:///in{i}", output=f"ipc:///out{i}") for i in range(engines))
+        self.value = Deployment("ready", 1, entries)
         self.causes: dict[bytes, Cause] = {}
 
     def read(self, runtime_dir: Path) -> Deployment:

@@ -31,9 +31,10 @@ def test_spellings(args: list[str]) -> None:
 
 
 def test_switches() -> None:
-    assert parse("--enforce-eager").enforce_eager
-    assert parse("--enforce-eager", "--max-num-seqs", "3").enforce_eager
-    assert not parse("--enforce-eager=false").enforce_eager
+    assert parse("--disable-tqdm").disable_tqdm
+    assert parse("--disable-tqdm", "--max-num-seqs", "3").disable_tqdm
+    assert not parse("--disable-tqdm=false").disable_tqdm
+    assert not parse("--no-disable-tqdm").disable_tqdm
     assert not parse("--no-enable-prefix-caching").enable_prefix_caching
     assert not parse("--enable-prefix-caching", "false").enable_prefix_caching
     assert parse("--enable-prefix-caching").enable_prefix_caching
@@ -47,11 +48,11 @@ def test_short_names() -> None:
 
 def test_yaml_environment_and_flags_in_that_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("max_num_seqs: 5\nmax_model_len: 50\nenforce_eager: true\n")
+    file.write_text("max_num_seqs: 5\nmax_model_len: 50\ndisable_tqdm: true\n")
     monkeypatch.setenv("WAVECORE_MAX_MODEL_LEN", "60")
     monkeypatch.setenv("WAVECORE_DTYPE", "")
     config = parse("--config", str(file), "--block-size", "8")
-    assert (config.max_num_seqs, config.enforce_eager, config.block_size, config.dtype) == (5, True, 8, "auto")
+    assert (config.max_num_seqs, config.disable_tqdm, config.block_size, config.dtype) == (5, True, 8, "auto")
     assert parse("--block-size", "8").max_model_len == 60
     assert parse("--max-model-len", "70").max_model_len == 70
 
@@ -94,6 +95,16 @@ def test_flags_of_vllm_are_refused_by_name() -> None:
         parse("--trust-remote-code")
     with pytest.raises(NotSupportedError, match=r"quantization.*GGUF"):
         parse("--quantization", "awq")
+    with pytest.raises(NotSupportedError, match="hf_overrides"):
+        parse("--hf-overrides", "{}")
+
+
+def test_flags_of_vllm_that_ask_for_nothing() -> None:
+    plain = ["--enforce-eager", "--no-trust-remote-code", "--quantization", "gguf", "--pipeline-parallel-size=1"]
+    assert parse(*plain, "--tokenizer-mode", "auto", "--max-num-seqs", "3") == EngineConfig(max_num_seqs=3)
+    parser = CommandParser("generate", "", "")
+    parser.options.add_argument("prompt", type=str)
+    assert parser.parse(["--enforce-eager", "a prompt"]).prompt == "a prompt"
 
 
 def test_settings_that_cannot_work() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +167,24 @@ def test_resume_goes_on_with_prompt_tokens_and_seed(world: World, params: dict[s
     assert "signal 9" in str(error_of(mailbox))
 
 
+def test_what_is_sent_again_has_the_rest_of_its_time(world: World) -> None:
+    begun = world.submit(resume=True, timeout=100.0, prompt_logprobs=1)
+    waiting = world.submit(timeout=100.0)
+    first = world.pump.adds()[0][1]
+    assert first.options["timeout"] == pytest.approx(100.0, abs=1.0)
+    world.pump.step(0, [(first.handle, [5], 0)])
+    for flight in world.client._requests._flights.values():
+        flight.started -= 60.0
+    world.kill(0)
+    world.pump.new_life(0)
+    resumed, again = (add for _, add in world.pump.adds()[2:])
+    assert resumed.options["timeout"] == pytest.approx(40.0, abs=5.0)
+    assert again.options["timeout"] == pytest.approx(40.0, abs=5.0)
+    assert "prompt_logprobs" not in resumed.params  # reported already
+    world.client.abort(begun)
+    world.client.abort(waiting)
+
+
 def test_new_session_with_the_same_life_loses_requests_too(world: World) -> None:
     begun, waiting = world.submit(), world.submit()
     first = world.pump.adds()[0][1].handle
@@ -196,6 +216,38 @@ def test_out_of_reach_for_too_long(world: World, monkeypatch: pytest.MonkeyPatch
     world.pump.disconnect(0)
     assert world.waker.wait(5) is mailbox
     assert "out of reach" in str(error_of(mailbox))
+
+
+def test_engine_that_comes_into_reach_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wavecore.frontend.client.UNREACHABLE_SECONDS", 0.05)
+    begun, waiting = world.submit(), world.submit()
+    first, second = (add.handle for _, add in world.pump.adds())
+    world.pump.step(0, [(first, [5], 0)])
+    world.pump.disconnect(0)
+    ended = {world.waker.wait(5), world.waker.wait(5)}
+    while ended != {begun, waiting}:  # the first was told of its token before
+        ended.add(world.waker.wait(5))
+    for mailbox in (begun, waiting):  # a wait for an engine that is ready, but not for us, would have no end
+        assert world.waker.wait(0) in (None, begun, waiting)
+        assert "out of reach" in str(error_of(mailbox))
+    with pytest.raises(EngineDead, match="out of reach"):
+        world.submit()
+    assert set(world.pump.aborted()) == {first, second}  # it hears so when it is back
+    world.pump.reconnect(0)
+    mailbox = world.submit()
+    world.pump.step(0, [(world.pump.adds()[-1][1].handle, [6], STOP)])
+    assert tokens_of(mailbox) == [6]
+
+
+def test_restarted_engine_is_followed_to_a_new_address(world: World) -> None:
+    world.kill(0)
+    moved = replace(world.deployment.value.engines[0], input="tcp://127.0.0.1:5", output="tcp://127.0.0.1:6")
+    world.deployment.value = replace(world.deployment.value, engines=(moved,))
+    deadline = time.monotonic() + 10
+    while not world.client.engines:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert world.pump.addresses[0] == ("tcp://127.0.0.1:5", "tcp://127.0.0.1:6")
 
 
 def test_last_words_come_first(world: World) -> None:

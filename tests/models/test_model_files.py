@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import struct
 import zipfile
@@ -16,8 +18,9 @@ from tests.models.checkpoints import make_config, save_model
 from tests.models.driver import load
 
 from wavecore.engine_core import model_files
+from wavecore.engine_core.families import from_config
 from wavecore.engine_core.model_files import eos_token_ids, read_config, resolve_model
-from wavecore.transport.errors import ModelError, NotSupportedError
+from wavecore.transport.errors import ConfigError, ModelError, NotSupportedError
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +117,22 @@ def test_remote_code_is_refused(folder: Path) -> None:
         ({"architectures": ["MambaForCausalLM"]}, NotSupportedError, "MambaForCausalLM.*LlamaForCausalLM"),
         ({"architectures": None}, NotSupportedError, "none"),
         ({"quantization_config": {"quant_method": "awq"}}, NotSupportedError, "quantization_config"),
+        ({"use_bidirectional_attention": True}, NotSupportedError, "causal"),
         ({"hidden_act": "relu"}, NotSupportedError, "relu"),
         ({"rope_parameters": {"rope_type": "mystery"}}, NotSupportedError, "mystery"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ModelError, "llama3.*low_freq_factor"),
         ({"rope_parameters": 3}, ModelError, "rope"),
+        ({"rope_parameters": {"full_attention": 3}}, ModelError, "rope"),
+        ({"rope_parameters": {"rope_theta": 0}}, ModelError, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 0.0}}, ModelError, "factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, ModelError, "yarn"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": []}},
+            ModelError,
+            "longrope",
+        ),
+        ({"architectures": 7}, NotSupportedError, "none"),
+        ({"architectures": {}}, NotSupportedError, "none"),
         ({"num_hidden_layers": -1}, ModelError, "num_hidden_layers"),
         ({"num_hidden_layers": "3"}, ModelError, "num_hidden_layers"),
         ({"num_hidden_layers": 1 << 20}, ModelError, "num_hidden_layers"),
@@ -140,6 +155,42 @@ def test_broken_config_names_the_file(folder: Path, text: str) -> None:
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"config\.json"):
         load(folder)
+
+
+def test_gemma_gives_its_length_after_scaling(tmp_path: Path) -> None:
+    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}
+    config = {**make_config("Gemma3Text").to_dict(), "architectures": ["Gemma3ForCausalLM"], "rope_parameters": rope}
+    assert from_config(config, tmp_path).max_model_len == 256
+    with pytest.raises(ModelError, match="query_pre_attn_scalar"):
+        from_config({**config, "query_pre_attn_scalar": 0}, tmp_path)
+
+
+def test_random_damage_to_the_config_is_a_typed_error(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    values = (None, 0, -1, 2, 1 << 40, 1e308, "x", [], {}, [1], {"a": 1}, True, float("nan"))
+    for family in ("Llama", "Gemma3Text", "Phi3", "Qwen2"):
+        config = make_config(family).to_dict()
+        names = [*config, "rope_scaling", "rope_theta", "head_dim", "sliding_window", "rope_local_base_freq"]
+        for _ in range(400):
+            damaged = {**config, "architectures": [f"{family.removesuffix('Text')}ForCausalLM"]}
+            for name in draw.sample(names, draw.randint(1, 4)):
+                damaged[name] = draw.choice(values)
+            rope = damaged.get("rope_parameters")
+            if isinstance(rope, dict) and draw.random() < 0.5:
+                inner = draw.choice(list(rope) or ["rope_type"])
+                damaged["rope_parameters"] = {**rope, inner: draw.choice(values)}
+            with contextlib.suppress(ModelError, NotSupportedError):
+                from_config(damaged, tmp_path)
+
+
+def test_a_long_context_is_cut_to_what_the_cache_holds(folder: Path) -> None:
+    edit_config(folder, max_position_embeddings=1 << 23)
+    assert load(folder).info.max_model_len == 1999 * 4
+    runner = load(folder, num_gpu_blocks_override=None, kv_cache_memory_gib=0.01)
+    assert runner.info.max_model_len == (runner.info.num_blocks - 1) * 4
+    assert load(folder, max_model_len=100).info.max_model_len == 100
+    with pytest.raises(ConfigError, match=r"max_model_len 4.*kv_cache_memory_gib"):
+        load(folder, num_gpu_blocks_override=None, kv_cache_memory_gib=3e-5, max_model_len=100)
 
 
 def test_eos_ids(folder: Path) -> None:

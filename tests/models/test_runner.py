@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from tests.models.checkpoints import make_config, save_model
 from tests.models.driver import Driver, load
 from tests.models.engine import Engine
 
+from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.memory import Shares, warm_up
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.step_shape import bucket
 from wavecore.kernels import ops
-from wavecore.transport.errors import ConfigError
+from wavecore.transport.errors import ConfigError, ResourceError
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[i, 2 * i, 7] for i in range(1, 9)]
@@ -39,7 +43,8 @@ def expected(folder: Path) -> list[list[int]]:
         ({"device": "meta"}, 'give "auto", "cpu"'),
         ({"device": "cuda:99"}, "CUDA devices"),
         ({"max_model_len": 300}, "max_model_len 300 is above the 256"),
-        ({"num_gpu_blocks_override": None, "kv_cache_memory_gib": 1e-6}, "kv_cache_memory_gib.*raise it"),
+        ({"device": "cpu:3"}, 'give "auto", "cpu"'),
+        ({"num_gpu_blocks_override": None, "kv_cache_memory_gib": 1e-6}, "fit with kv_cache_memory_gib"),
         ({"custom_ops": {"silu_mul": "no_such_module:f"}}, "no_such_module"),
         ({"custom_ops": {"silly_mul": "tests.models.custom_ops:silu_mul"}}, "silly_mul"),
         ({"custom_ops": {"silu_mul": "tests.models.custom_ops:doubled"}}, "silu_mul"),
@@ -69,6 +74,15 @@ def test_cache_size_and_memory_stats(folder: Path) -> None:
     stats = runner.memory_stats()  # type: ignore[attr-defined]
     assert stats["kv_cache_bytes"] == runner.info.num_blocks * 4 * token_bytes
     assert stats["weights_bytes"] > 100_000
+
+
+def test_not_enough_memory_to_load_is_said_as_such(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 34359738368 bytes.")
+
+    monkeypatch.setattr("wavecore.engine_core.loader.Decoder", fail)
+    with pytest.raises(ResourceError, match=r"does not fit into memory.*34359738368 bytes.*lower max_model_len"):
+        load(folder)
 
 
 def test_bfloat16_runs(folder: Path) -> None:
@@ -126,3 +140,42 @@ def test_padding_never_reaches_the_null_block(folder: Path) -> None:
     engine.generate(PROMPTS, GREEDY)
     assert not torch.count_nonzero(engine.runner.pages[0])  # type: ignore[attr-defined]
     assert np.isfinite(engine.runner.pages.numpy()).all()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("limits", [(8, 64, None), (1, 4, None), (4, 4, 8)])
+def test_warm_up_leaves_no_trace(folder: Path, limits: tuple[int, int, int | None]) -> None:
+    """It is for CUDA, where it measures memory and compiles; the plans are the same everywhere."""
+    seqs, tokens, length = limits
+    settings = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_model_len": length}
+    fresh, warmed = Engine(folder, **settings), Engine(folder, **settings)
+    config = EngineConfig(model=str(folder), device="cpu", **settings)
+    warm_up(warmed.runner, config)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=4, ignore_eos=True)
+    assert warmed.generate(PROMPTS, params) == fresh.generate(PROMPTS, params)
+
+
+def test_the_memory_table_and_the_way_out() -> None:
+    shares = Shares(total=80 << 30, usable=72 << 30, weights=16 << 30, activations=4 << 30, others=1 << 30)
+    assert shares.kv_cache == 51 << 30
+    table = shares.table(num_blocks=1000, block_bytes=32 << 20, processes="12, 34")
+    rows = [line.split("GiB")[0].strip() for line in table.splitlines()[1:]]
+    assert rows == ["16.00", "4.00", "31.25", "1.00", "27.75", "80.00"]
+    assert "processes 12, 34" in table
+    assert Shares(total=8, usable=6, weights=7, activations=1, others=0).kv_cache == 0
+
+
+def test_padded_steps_give_the_same_tokens(folder: Path, expected: list[list[int]]) -> None:
+    """Buckets are for CUDA; here a CPU runs them, with chunks, preemption and logprobs."""
+    engine = Engine(folder, max_num_batched_tokens=19, max_num_seqs=11, num_gpu_blocks_override=30)
+    engine.runner.bucket_limits = (19, 11)  # type: ignore[attr-defined]
+    assert engine.generate(PROMPTS, replace(GREEDY, logprobs=2)) == expected
+    assert not torch.count_nonzero(engine.runner.pages[0])  # type: ignore[attr-defined]
+    assert all(len(out.logprobs) == 12 for out in engine.outputs.values())
+
+
+def test_buckets_are_few_and_close() -> None:
+    sizes = sorted({bucket(n, 2048) for n in range(1, 2049)})
+    assert sizes[:10] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert len(sizes) < 90
+    assert all(n <= bucket(n, 2048) <= n + max(0, n // 8) for n in range(1, 2049))
+    assert bucket(250, 251) == 251

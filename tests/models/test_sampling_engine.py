@@ -155,8 +155,13 @@ def test_min_tokens_bans_every_stop_until_then(folder: Path) -> None:
 
 
 def test_everything_banned_ends_the_request_not_with_token_0(folder: Path) -> None:
-    params = replace(GREEDY, allowed_token_ids=(5,), stop_token_ids=(5,), min_tokens=3)
     engine = Engine(folder)
+    for hopeless in ({"stop_token_ids": (5,), "min_tokens": 3}, {"bad_words_token_ids": ((5,), (6,)), "min_tokens": 1}):
+        with pytest.raises(ValidationError, match="allowed_token_ids"):
+            engine.add(PROMPT, replace(GREEDY, allowed_token_ids=(5,), **hopeless))
+    with pytest.raises(ValidationError, match="allowed_token_ids"):
+        engine.add(PROMPT, replace(GREEDY, allowed_token_ids=EOS, min_tokens=1, ignore_eos=False))
+    params = replace(GREEDY, allowed_token_ids=(5,), bad_words_token_ids=((PROMPT[-1], 5),))
     bad, good = engine.add(PROMPT, params), engine.add(PROMPT, GREEDY)
     outputs = engine.run()
     assert outputs[bad].finish == FinishReason.ERROR

@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from hypothesis import settings
 
 from wavecore.transport.client_pump import ClientPump, Disconnected, Event, Reconnected
 from wavecore.transport.curve import CurveClient
 from wavecore.transport.messages import Abort, Add, Ready, Result, Step, Utility
+from wavecore.transport.sockets import make_context, make_socket
 from wavecore.transport.tensors import from_numpy, to_numpy
 
 settings.register_profile("loaded machine", deadline=None)  # other processes may own the cores
@@ -154,6 +156,24 @@ def ipc() -> Iterator[tuple[str, str]]:
     """Two fresh ipc addresses."""
     with tempfile.TemporaryDirectory(prefix="wc-") as folder:
         yield f"ipc://{folder}/input", f"ipc://{folder}/output"
+
+
+@pytest.fixture
+def raw_socket() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
+    """Makes sockets of a test's own. They are closed here, so that a failing test cannot hang the next."""
+    context = make_context()
+    made: list[zmq.Socket[bytes]] = []
+
+    def make(kind: int, address: str, identity: bytes | None = None) -> zmq.Socket[bytes]:
+        made.append(make_socket(context, kind, address, identity=identity))
+        made[-1].setsockopt(zmq.SNDTIMEO, 20_000)
+        made[-1].setsockopt(zmq.RCVTIMEO, 20_000)
+        return made[-1]
+
+    yield make
+    for socket in made:
+        socket.close(0)
+    context.term()
 
 
 @pytest.fixture

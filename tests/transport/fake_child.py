@@ -16,7 +16,7 @@ from pathlib import Path
 
 from wavecore.transport import logs
 from wavecore.transport.child import ChildLife, parser
-from wavecore.transport.errors import ModelError
+from wavecore.transport.errors import ModelError, StartError
 
 
 def main() -> int:
@@ -51,6 +51,10 @@ def main() -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     if do == "hang in load":
         threading.Event().wait()
+    if do == "serve on port 5" and args.input.endswith(":5"):  # only its first life gets that port
+        life.report_phase("bind", 0.0)
+        life.report_failure(StartError("port 5 is taken"))
+        return 3
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -58,13 +62,12 @@ def main() -> int:
     if do == "grandchild":
         resolved["grandchild"] = subprocess.Popen(["sleep", "600"]).pid
     ready = {"input": args.input, "output": args.output, "epoch": os.urandom(16).hex(), "resolved": resolved}
+    if do == "serve on port 5":
+        ready["input"] = "tcp://127.0.0.1:5"
     life.report_ready(ready)
     if do == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif do == "sleep":  # stuck: work, and nothing moves
-        life.progress.busy(True)
-        threading.Event().wait()
-    elif do == "hold the GIL":
+    elif do == "hold the GIL":  # stuck: work, and nothing moves
         life.progress.busy(True)
         ctypes.PyDLL(None).usleep(600_000_000)
     elif do == "compute":  # a long step: no beat, but the CPU works

@@ -55,7 +55,7 @@ class FakeEngine:
         self.failed: list[PumpFailed] = []
         self.open: dict[tuple[bytes, int], list[int]] = {}  # -> [tokens sent, count, per_step, frame bytes]
         self.steps = 0
-        self.admission = threading.Event()  # what a request with params {"slow": True} waits for in the input thread
+        self.admission = threading.Event()  # what slow requests and `hold` calls wait for
         self._pace = pace
         self.output = OutputPump(
             output_address,
@@ -102,8 +102,10 @@ class FakeEngine:
     def _loop(self) -> None:
         while True:
             try:
-                item = self.queue.get(timeout=self._pace) if self.open and self._pace else None
-                item = item or (self.queue.get_nowait() if self.open else self.queue.get())
+                if not self.open:
+                    item = self.queue.get()
+                else:
+                    item = self.queue.get(timeout=self._pace) if self._pace else self.queue.get_nowait()
             except queue.Empty:
                 self._step()
                 continue
@@ -128,6 +130,8 @@ class FakeEngine:
             for key in [key for key in self.open if key[0] == item.client]:
                 del self.open[key]
         elif isinstance(item, UtilityIn):
+            if item.method == "hold":
+                self.admission.wait()
             if item.method == "echo":
                 self.output.put_result(item.client, item.call, item.args)
             elif item.method == "frames":

@@ -15,13 +15,12 @@ import pytest
 import zmq
 from tests.transport.conftest import fake_engine
 
-from wavecore.transport import client_link
+from wavecore.transport import client_link, input_pump, output_pump
 from wavecore.transport.client_pump import Disconnected
 from wavecore.transport.client_state import Limits
 from wavecore.transport.codec import encode
 from wavecore.transport.errors import Overloaded
-from wavecore.transport.messages import Add, FinishReason, Gone, Hello, Ping, Ready, Step
-from wavecore.transport.sockets import make_context, make_socket
+from wavecore.transport.messages import Add, Dead, FinishReason, Gone, Hello, Ping, Ready, Step
 
 
 class Pause:
@@ -45,7 +44,7 @@ def pause() -> Iterator[Pause]:
 def test_paused_reader_of_large_messages(make_engine: Any, make_client: Any, eventually: Any, messages: int) -> None:
     """T1, T2: every tensor is intact and every token is there once the reader goes on."""
     pause = Pause()
-    engine = make_engine(limits=Limits(waiting_bytes=2 << 30))
+    engine = make_engine(limits=Limits(held_bytes=2 << 30))
     client = make_client(on_step=pause)
     client.connect(engine.addresses)
     large = client.add(count=messages, frame=70_000)
@@ -77,15 +76,11 @@ def test_slow_client_is_merged_and_a_fast_one_unharmed(
     assert slow.steps < 500
 
 
-def test_client_that_lives_but_reads_nothing_is_dropped(make_engine: Any, ipc: Any, eventually: Any) -> None:
+def test_client_that_lives_but_reads_nothing_is_dropped(make_engine: Any, raw_socket: Any, eventually: Any) -> None:
     """It pings, so it is not silent; it acknowledges nothing while output waits, so its requests end."""
     engine = make_engine(limits=Limits(messages=4, stalled_ticks=1))
-    context = make_context()
-    dealer = make_socket(context, zmq.DEALER, engine.addresses[1], identity=b"c" * 16)
-    push = make_socket(context, zmq.PUSH, engine.addresses[0])
-    for socket in (dealer, push):
-        socket.setsockopt(zmq.SNDTIMEO, 30_000)
-        socket.setsockopt(zmq.RCVTIMEO, 30_000)
+    dealer = raw_socket(zmq.DEALER, engine.addresses[1], b"c" * 16)
+    push = raw_socket(zmq.PUSH, engine.addresses[0])
     dealer.send_multipart(encode(Hello("test")))
     dealer.recv_multipart()
     prompt = fake_engine.from_numpy(fake_engine.payload(0, 0, 3).astype("<i4"))
@@ -98,15 +93,12 @@ def test_client_that_lives_but_reads_nothing_is_dropped(make_engine: Any, ipc: A
     eventually(pinging, "the drop")
     assert not engine.open
     assert encode(Gone(engine.epoch)) in iter(dealer.recv_multipart, None)
-    push.close(0)
-    dealer.close(0)
-    context.term()
 
 
 def test_client_with_too_much_waiting_output_is_dropped(
     make_engine: Any, make_client: Any, eventually: Any, pause: Pause
 ) -> None:
-    engine = make_engine(limits=Limits(messages=4, waiting_bytes=1 << 20))
+    engine = make_engine(limits=Limits(messages=4, held_bytes=1 << 20))
     client = make_client(on_step=pause)
     client.connect(engine.addresses)
     client.add(count=1 << 30, frame=70_000)
@@ -225,9 +217,80 @@ def test_too_many_clients_are_turned_away(make_engine: Any, make_client: Any) ->
     first, second = make_client(), make_client()
     first.connect(engine.addresses)
     second.pump.connect(0, *engine.addresses)
-    first.wait_ends(first.add())
+    second.wait_for(lambda: second.saw(Dead), "the refusal")
+    assert second.events[0].code == "overloaded"
     assert not second.saw(Ready)
+    first.wait_ends(first.add())
     assert len(engine.output.sessions) == 1
+
+
+def test_flood_of_calls_hurts_nobody(make_engine: Any, make_client: Any) -> None:
+    """Every call is answered once, with its value or as overloaded; another client's request goes through meanwhile."""
+    engine = make_engine(limits=Limits(calls=100))
+    flooding, other = make_client(), make_client()
+    flooding.connect(engine.addresses)
+    other.connect(engine.addresses)
+    for call in range(8000):
+        flooding.call(call, "echo", call=call)
+        if call == 4000:
+            other.wait_ends(other.add(count=20))
+    flooding.wait_for(lambda: len(flooding.results) == 8000, "8000 answers")
+    for call, result in flooding.results.items():
+        assert result.value == {"call": call} or result.error_code == "overloaded"
+
+
+def test_unread_results_are_bounded(make_engine: Any, make_client: Any, eventually: Any, pause: Pause) -> None:
+    """Values count, not only tensors: a client that calls and never acknowledges is dropped."""
+    engine = make_engine(limits=Limits(held_bytes=10 << 20))
+    client = make_client(on_step=pause)
+    client.connect(engine.addresses)
+    first = client.pump.session(0)
+    client.add(count=1)
+    for call in range(30):
+        client.call(call, "echo", text="x" * 1_000_000)
+    client.call(30, "echo")
+    eventually(lambda: first in engine.gone, "the drop")
+
+
+def test_main_loop_that_lags_is_not_buried(
+    make_engine: Any, make_client: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aborts can be neither refused nor merged: over the bound they are not received, and so sent again."""
+    monkeypatch.setattr(input_pump, "MAX_QUEUED", 5)
+    engine, client = make_engine(), make_client()
+    client.connect(engine.addresses)
+    client.call(1, "hold")
+    for handle in range(50):
+        client.abort(handle)
+    eventually(lambda: engine.queue.qsize() >= 5, "a full queue")
+    assert engine.queue.qsize() == 5
+    engine.admission.set()
+    eventually(lambda: engine.aborted == list(range(50)), "all aborts")
+
+
+def test_output_for_a_client_that_left_does_not_hold_up_the_end(
+    make_engine: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_pump, "FLUSH_SECONDS", 3600.0)
+    engine, client = make_engine(pace=0.001), make_client()
+    client.connect(engine.addresses)
+    handle = client.add(count=1 << 30)
+    client.wait_for(lambda: client.received.get(handle, 0) > 0, "a token")
+    client.pump.close()
+    engine.stop()
+
+
+def test_last_output_reaches_a_reader_that_is_late(
+    make_engine: Any, make_client: Any, eventually: Any, pause: Pause
+) -> None:
+    """What libzmq had received when the engine closed is not thrown away, though it was not read yet."""
+    engine, client = make_engine(pace=0.001), make_client(on_step=pause)
+    client.connect(engine.addresses)
+    handle = client.add(count=150)
+    eventually(lambda: bool(engine.added) and not engine.open, "the end of the request")
+    engine.stop()
+    pause.lifted.set()
+    client.wait_ends(handle)
 
 
 def test_output_that_cannot_travel_ends_its_requests(make_engine: Any, make_client: Any) -> None:

@@ -18,7 +18,6 @@ from wavecore.transport.client_pump import Disconnected, Reconnected
 from wavecore.transport.codec import MAX_FRAME_BYTES
 from wavecore.transport.curve import CurveClient, CurveServer, create_keys
 from wavecore.transport.messages import Ready
-from wavecore.transport.sockets import make_context, make_socket
 
 
 def test_killed_engine_is_noticed_and_its_successor_is_a_new_life(make_process: Any, make_client: Any) -> None:
@@ -162,13 +161,13 @@ def test_reset_during_a_large_message(make_client: Any, site: Site) -> None:
 # --- peers that break the rules --------------------------------------------------------------------------------------
 
 
-def test_over_size_frame_costs_only_its_sender(make_engine: Any, make_client: Any, raw: Callable[..., Any]) -> None:
+def test_over_size_frame_costs_only_its_sender(make_engine: Any, make_client: Any, raw_socket: Any) -> None:
     engine, client = make_engine(), make_client()
     client.connect(engine.addresses)
     before = client.add(count=1 << 30)
-    hostile = raw(zmq.PUSH, engine.addresses[0])
+    hostile = raw_socket(zmq.PUSH, engine.addresses[0])
     hostile.send(bytes(MAX_FRAME_BYTES + 1), copy=False)
-    hostile = raw(zmq.DEALER, engine.addresses[1], b"h" * 16)
+    hostile = raw_socket(zmq.DEALER, engine.addresses[1], b"h" * 16)
     hostile.send(bytes(MAX_FRAME_BYTES + 1), copy=False)
     client.wait_ends(client.add(count=10))
     client.abort(before)
@@ -198,23 +197,6 @@ def test_bytes_of_another_protocol_on_the_port(make_client: Any, site: Site) -> 
         with socket.create_connection(("127.0.0.1", int(address.rsplit(":", 1)[1]))) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
     client.wait_ends(client.add(count=10))
-
-
-@pytest.fixture
-def raw() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
-    """A raw socket connected to an engine."""
-    context = make_context()
-    made: list[zmq.Socket[bytes]] = []
-
-    def make(kind: int, address: str, identity: bytes | None = None) -> zmq.Socket[bytes]:
-        made.append(make_socket(context, kind, address, identity=identity))
-        made[-1].setsockopt(zmq.SNDTIMEO, 10_000)
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close(0)
-    context.term()
 
 
 @pytest.fixture

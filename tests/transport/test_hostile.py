@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,17 @@ from tests.transport.strategies import messages
 
 from wavecore.transport import messages as m
 from wavecore.transport.codec import decode, encode
-from wavecore.transport.sockets import make_context, make_socket
 from wavecore.transport.tensors import from_numpy
 
 
 class Raw:
     """A client that speaks frames, with a session of its own."""
 
-    def __init__(self, context: zmq.Context[Any], engine: Any) -> None:
+    def __init__(self, engine: Any, raw_socket: Callable[..., zmq.Socket[bytes]]) -> None:
         self.client = b"raw client 16 by"
         self.epoch = engine.epoch
-        self.push = make_socket(context, zmq.PUSH, engine.addresses[0])
-        self.dealer = make_socket(context, zmq.DEALER, engine.addresses[1], identity=self.client)
-        for socket in (self.push, self.dealer):
-            socket.setsockopt(zmq.SNDTIMEO, 20_000)
-            socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        self.push = raw_socket(zmq.PUSH, engine.addresses[0])
+        self.dealer = raw_socket(zmq.DEALER, engine.addresses[1], self.client)
         self.dealer.send_multipart(encode(m.Hello("test")))
         self.wait(m.Ready)
 
@@ -40,25 +36,14 @@ class Raw:
             continue
         return message
 
-    def close(self) -> None:
-        self.push.close(0)
-        self.dealer.close(0)
-
 
 @pytest.fixture
-def hostile(make_engine: Any) -> Iterator[Callable[[], tuple[Any, Raw]]]:
-    context = make_context()
-    opened: list[Raw] = []
-
+def hostile(make_engine: Any, raw_socket: Any) -> Callable[[], tuple[Any, Raw]]:
     def start() -> tuple[Any, Raw]:
         engine = make_engine()
-        opened.append(Raw(context, engine))
-        return engine, opened[-1]
+        return engine, Raw(engine, raw_socket)
 
-    yield start
-    for raw in opened:
-        raw.close()
-    context.term()
+    return start
 
 
 def test_random_and_mutated_frames_on_both_sockets(hostile: Any, make_client: Any) -> None:
@@ -160,18 +145,14 @@ def test_lying_acknowledgement_is_dropped(hostile: Any, make_client: Any) -> Non
     client.wait_ends(client.add())
 
 
-def test_identity_of_another_length_gets_no_session(hostile: Any, make_client: Any) -> None:
+def test_identity_of_another_length_gets_no_session(hostile: Any, make_client: Any, raw_socket: Any) -> None:
     engine, _ = hostile()
-    context = make_context()
-    short = make_socket(context, zmq.DEALER, engine.addresses[1], identity=b"short")
-    short.setsockopt(zmq.SNDTIMEO, 20_000)
+    short = raw_socket(zmq.DEALER, engine.addresses[1], b"short")
     short.send_multipart(encode(m.Hello("test")))
     client = make_client()
     client.connect(engine.addresses)
     client.wait_ends(client.add())
     assert len(engine.output.sessions) == 2  # the raw client's and the good one's
-    short.close(0)
-    context.term()
 
 
 def test_failure_of_a_pump_reaches_the_engine(make_engine: Any, eventually: Any) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,8 @@ import zmq
 
 from wavecore.transport.curve import CurveServer, KeyPair, create_keys
 from wavecore.transport.endpoint import Endpoint
-from wavecore.transport.errors import ConfigError, StartError
-from wavecore.transport.sockets import Waker, make_context, make_socket, parse_address
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context[Any]]:
-    context = make_context()
-    yield context
-    context.term()
+from wavecore.transport.errors import ConfigError, ResourceError, StartError
+from wavecore.transport.sockets import Waker, parse_address
 
 
 @pytest.mark.parametrize(
@@ -58,14 +50,14 @@ def test_good_addresses() -> None:
     assert parse_address("tcp://localhost:65535").is_tcp
 
 
-def test_tcp_without_keys_is_refused(context: zmq.Context[Any]) -> None:
+def test_tcp_without_keys_is_refused(raw_socket: Any) -> None:
     with pytest.raises(ConfigError, match="CURVE"):
-        make_socket(context, zmq.PULL, "tcp://127.0.0.1:0")
+        raw_socket(zmq.PULL, "tcp://127.0.0.1:0")
 
 
 @pytest.mark.parametrize("kind", [zmq.PULL, zmq.ROUTER, zmq.PUSH, zmq.DEALER])
-def test_every_socket_is_bounded(context: zmq.Context[Any], ipc: tuple[str, str], kind: int) -> None:
-    socket = make_socket(context, kind, ipc[0])
+def test_every_socket_is_bounded(raw_socket: Any, ipc: tuple[str, str], kind: int) -> None:
+    socket = raw_socket(kind, ipc[0])
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.MAXMSGSIZE, zmq.LINGER, zmq.HANDSHAKE_IVL):
         assert socket.getsockopt(option) > 0
     assert socket.getsockopt(zmq.IMMEDIATE) == (kind == zmq.PUSH)
@@ -78,7 +70,7 @@ def test_address_that_cannot_be_bound(tmp_path: Path) -> None:
     create_keys(tmp_path)
     server = CurveServer.load(tmp_path)
     first = Endpoint(zmq.PULL, "tcp://127.0.0.1:0", server)
-    with pytest.raises(StartError, match="cannot use"):
+    with pytest.raises(ResourceError, match="cannot use"):
         Endpoint(zmq.ROUTER, first.address, server)
     first.close(0)
 

@@ -1,7 +1,7 @@
 """Values of a request, checked and made plain: whole numbers, numbers, lists of token ids, strings.
 
-Every function takes the field's name, so that the error names it, and gives the plain Python value: numpy's numbers and
-arrays are welcome where Python's are. A bool is no number.
+Every function takes the field's name, which the ValidationError then says, and gives the plain Python value: numpy's
+numbers and arrays are welcome where Python's are. A bool is no number.
 """
 
 from __future__ import annotations

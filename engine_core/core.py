@@ -182,7 +182,8 @@ class EngineCore:
         info, tokens = self.runner.info, scheduled.plan.num_tokens
         if not info.num_host_blocks or tokens < 4 * scheduled.plan.num_rows:
             return
-        self._token_seconds += 0.2 * (seconds / tokens - self._token_seconds)
+        weight = 0.2 if self._token_seconds else 1.0
+        self._token_seconds += weight * (seconds / tokens - self._token_seconds)
         self.life.kv.swap_pays = 2 * info.swap_block_seconds <= self._token_seconds * info.block_size
 
     def _recover(self, fault: RequestFault | OutOfMemory, failed: Scheduled) -> None:

@@ -49,6 +49,8 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
+    """A file's header: metadata as plain values, tensors by name."""
+
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]

@@ -108,8 +108,9 @@ class KVCacheManager:
             request.host_blocks, request.swapped = [], 0
         elif source is None:
             request.stale = False
-            self.queries += len(request.tokens)
-            self.hits += prefix.tokens
+            if not request.started:
+                self.queries += len(request.tokens)
+                self.hits += prefix.tokens
         request.blocks = blocks
         return prefix.tokens
 

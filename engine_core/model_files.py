@@ -70,10 +70,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     config = read_json(folder / "config.json")
     if "auto_map" in config:
-        names = ", ".join(str(name) for name in config.get("architectures") or ["unknown"])
         raise ModelError(
             f"{folder / 'config.json'}: auto_map asks to run code that came with the model; this is never done. "
-            f'If the architecture ({names}) is one of the built-in families, remove "auto_map" from a copy of the file'
+            f"If the architecture ({config.get('architectures')!s:.80}) is one of the built-in families, "
+            'remove "auto_map" from a copy of the file'
         )
     return config
 
@@ -213,7 +213,7 @@ def _fetch_from_hub(model: str, progress: Progress) -> Path:
     except Exception as error:  # the hub client raises dozens of kinds, of requests, of its own and of the OS
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{model!r} is no local path, and the hub did not give it: {line} "
+            f"{model!r} is no local path, and the hub did not give it: {line.rstrip('.')}. "
             "Check the id and the network, or download the model and give its folder"
         ) from error
 

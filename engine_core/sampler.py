@@ -40,7 +40,7 @@ FOREVER = (1 << 31) - 1
 
 
 class SamplingState:
-    """Parameters of `slots` slots.
+    """Parameters of every slot.
 
     Args:
         token_table: int32 [slots, max_len] on the device; `sample` appends to it.

@@ -173,6 +173,7 @@ class SamplingParams:
             )
 
     def clone(self) -> Self:
+        """A copy that may be changed, as in vLLM."""
         return replace(self)
 
     def to_wire(self) -> dict[str, Any]:

@@ -5,11 +5,12 @@ Separate q, k, v (and gate, up) tensors land in one fused parameter each, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,22 +46,25 @@ def load_folder(
     path = folder
     try:
         with ExitStack() as stack:
-            stored = []
+            stored: list[Stored] = []
             for path in weight_files(folder):
-                file = stack.enter_context(safe_open(path, "pt", device=str(device)))
-                for name in file.keys():  # noqa: SIM118  (not a dict)
-                    if name.endswith(".rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight"):
-                        continue  # old exports repeat what config.json says
-                    header = file.get_slice(name)
-                    if header.get_dtype() not in FLOATS:
-                        kinds = ", ".join(FLOATS)
-                        raise ModelError(f"{path}: tensor {name!r:.80} is {header.get_dtype()}; supported are {kinds}")
-                    stored.append(Stored(name, tuple(header.get_shape()), path, partial(file.get_tensor, name)))
+                stored += _tensors(path, stack.enter_context(safe_open(path, "pt", device=str(device))), spec)
             return fill(stored, hf_parts(spec), spec, dtype, device, folder, progress)
     except (SafetensorError, OSError, ValueError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path} cannot be read as safetensors: {error}; download it again") from error
+
+
+def _tensors(path: Path, file: Any, spec: ModelSpec) -> Iterator[Stored]:
+    for name in file.keys():  # noqa: SIM118  (not a dict)
+        if name.endswith(".rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight"):
+            continue  # old exports repeat what config.json says
+        header = file.get_slice(name)
+        if header.get_dtype() not in FLOATS:
+            kinds = ", ".join(FLOATS)
+            raise ModelError(f"{path}: tensor {name!r:.80} is {header.get_dtype()}; supported are {kinds}")
+        yield Stored(name, tuple(header.get_shape()), path, partial(file.get_tensor, name))
 
 
 def fill(

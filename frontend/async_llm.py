@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.frontend.embeddings import Embedded, pooled
-from wavecore.frontend.engine_request import EngineRequest
+from wavecore.frontend.embeddings import EMBEDDING_PARAMS, pooled
 from wavecore.frontend.mailbox import Mailbox, OutputKind
-from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, without_error
+from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
 from wavecore.frontend.progress import StartBar
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
 from wavecore.frontend.service import Service, start_beside_loop
@@ -93,11 +92,10 @@ class AsyncLLM:
             ValidationError: a value out of bounds.
             EngineDead, Overloaded, NumericalError, ...: the request failed; what it had was given before.
         """
-        params = sampling_params or self.get_default_sampling_params()
-        encoded = await self._encode(as_prompt(prompt))
-        request = self._service.prepare(
-            encoded,
-            params,
+        outputs = self._outputs(
+            await self._encode(as_prompt(prompt)),
+            sampling_params,
+            output_kind,
             request_id=request_id,
             priority=priority,
             timeout=timeout,
@@ -105,7 +103,7 @@ class AsyncLLM:
             first_token_timeout=first_token_timeout,
             resume=resume,
         )
-        async with aclosing(self._outputs(request, _kind(output_kind))) as outputs:
+        async with aclosing(outputs):
             async for output in outputs:
                 yield output
 
@@ -128,7 +126,6 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """`generate` for a conversation, through the chat template as in `LLM.chat`."""
-        params = sampling_params or self.get_default_sampling_params()
         prompt = await asyncio.to_thread(
             self._service.chat_prompt,
             messages,
@@ -138,9 +135,10 @@ class AsyncLLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        request = self._service.prepare(
+        outputs = self._outputs(
             prompt,
-            params,
+            sampling_params,
+            output_kind,
             request_id=request_id,
             priority=priority,
             timeout=timeout,
@@ -148,7 +146,7 @@ class AsyncLLM:
             first_token_timeout=first_token_timeout,
             resume=resume,
         )
-        async with aclosing(self._outputs(request, _kind(output_kind))) as outputs:
+        async with aclosing(outputs):
             async for output in outputs:
                 yield output
 
@@ -156,9 +154,8 @@ class AsyncLLM:
         self, prompt: PromptType, *, pooling: str = "mean", timeout: float | None = None
     ) -> EmbeddingRequestOutput:
         """The embedding of one prompt; as `LLM.embed`."""
-        how = Embedded(pooling)
         encoded = await self._encode(as_prompt(prompt))
-        request = self._service.prepare(encoded, how.params, pooling=how.pooling, timeout=timeout)
+        request = self._service.prepare(encoded, EMBEDDING_PARAMS, pooling=pooling, timeout=timeout)
         waker = self._waker()
         mailbox = self._service.submit(request, waker, OutputKind.FINAL)
         try:
@@ -185,9 +182,11 @@ class AsyncLLM:
 
     @property
     def num_unfinished(self) -> int:
+        """Requests of this object that have not ended."""
         return self._service.client.num_live
 
     async def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; NotSupportedError where there is none (skip_tokenizer_init)."""
         return self._service.need_tokenizer("get_tokenizer")
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -201,6 +200,7 @@ class AsyncLLM:
         self._service.client.check_health()
 
     async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes, for instance after a change of weights."""
         client = self._service.client
         calls = [asyncio.wrap_future(client.call("reset_prefix_cache", engine=index)) for index in client.engines]
         return all(answer.value for answer in await asyncio.gather(*calls))
@@ -223,30 +223,26 @@ class AsyncLLM:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    async def _outputs(self, request: EngineRequest, kind: OutputKind) -> AsyncGenerator[RequestOutput]:
+    async def _outputs(
+        self, prompt: Prompt, params: SamplingParams | None, kind: OutputKind | str, **options: Any
+    ) -> AsyncGenerator[RequestOutput]:
         """From sending to the end there is one `try`, and no await before it: a cancelled task leaves nothing."""
+        kind = _kind(kind)
+        request = self._service.prepare(prompt, params or self.get_default_sampling_params(), **options)
         if request.request_id in self._by_id:
             raise ValidationError("request_id", f"{request.request_id!r:.60} is the id of a request that runs")
         waker = self._waker()
         mailbox = self._service.submit(request, waker, kind)
         try:
             self._by_id[request.request_id] = mailbox
-            event = waker.event(mailbox)
-            if mailbox.finished:  # it ended before anybody could be told
-                event.set()
+            event = waker.event(mailbox)  # before any turn of the loop, so no call of the IO thread comes too early
             finished = False
             while not finished:
                 await event.wait()
                 event.clear()
-                output = mailbox.take()
-                if output is None:
-                    continue
-                if output.error is not None:
-                    if rest := without_error(output):
-                        yield rest
-                    raise output.error
-                finished = output.finished
-                yield output
+                for output in shown(mailbox.take()):
+                    finished = output.finished
+                    yield output
         finally:
             waker.forget(mailbox)
             del self._by_id[request.request_id]

@@ -9,7 +9,7 @@ from typing import Any
 
 from wavecore.frontend.engine_request import EngineRequest
 from wavecore.frontend.mailbox import Mailbox, OutputKind
-from wavecore.frontend.outputs import RequestOutput, without_error
+from wavecore.frontend.outputs import RequestOutput, shown
 from wavecore.frontend.progress import BatchBar
 from wavecore.frontend.service import Service
 from wavecore.frontend.wakers import QueueWaker
@@ -113,14 +113,8 @@ def stream_deltas(
         finished = False
         while not finished:
             waker.wait()
-            output = mailbox.take()
-            if output is None:
-                continue
-            if output.error is not None:
-                if rest := without_error(output):
-                    yield rest
-                raise output.error
-            finished = output.finished
-            yield output
+            for output in shown(mailbox.take()):
+                finished = output.finished
+                yield output
     finally:
         service.client.abort(mailbox)

@@ -26,6 +26,8 @@ class Answer:
 
 
 class Calls:
+    """The calls of one client that have no answer yet."""
+
     def __init__(self, pump: ClientPump, timer: Timer) -> None:
         self._pump = pump
         self._timer = timer

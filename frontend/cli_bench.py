@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from wavecore.frontend.workload import WorkItem, percentile, random_work, read_w
 class BenchReport:
     """Attributes:
     seconds: wall time of the batch.
+    input_tokens, output_tokens: of all requests together.
     ttft: seconds to the first token, one a request.
     tpot: seconds a token after the first, one a request of two tokens or more.
+    phases: `step_phases` of each engine.
     """
 
     seconds: float
@@ -85,9 +87,7 @@ def run(args: Sequence[str]) -> int:
         report = min((measure(llm, work) for _ in range(max(1, values.repeats))), key=lambda r: r.seconds)
     print("\n".join(report.lines()))
     if values.output_json:
-        Path(values.output_json).write_text(
-            json.dumps({name: getattr(report, name) for name in BenchReport.__slots__}, indent=1), encoding="utf-8"
-        )
+        Path(values.output_json).write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
     return 0
 
 

@@ -6,21 +6,21 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jsonargparse import Namespace
+
 from wavecore.frontend.cli_generate import add_input, chat_prompt, open_llm, sampling, stream_answer, system_message
-from wavecore.frontend.cli_parser import CommandParser, add_sampling
+from wavecore.frontend.cli_parser import CommandParser, add_sampling, model_as_flag
+from wavecore.frontend.llm import LLM
 from wavecore.transport.errors import EngineDead, NotSupportedError, WavecoreError
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends; Ctrl-C ends an answer."
 
 
 def run(args: Sequence[str]) -> int:
-    args = list(args)
-    if args and not args[0].startswith("-"):
-        args[0] = f"--model={args[0]}"
     parser = CommandParser("chat", "[MODEL]", f"Talks to the model. {HELP}")
     add_input(parser)
     add_sampling(parser, max_tokens=1024)
-    values = parser.parse(args)
+    values = parser.parse(model_as_flag(args))
     with open_llm(values) as llm:
         if llm.get_tokenizer().chat_template is None:
             raise NotSupportedError("this model has no chat template; use `wavecore generate --raw PROMPT`")
@@ -32,22 +32,25 @@ def run(args: Sequence[str]) -> int:
             if line == "/reset":
                 history = system_message(values)
             elif line:
-                history.append({"role": "user", "content": line})
-                try:
-                    answer = stream_answer(llm, chat_prompt(llm, history), sampling(values))
-                except KeyboardInterrupt:
-                    history.pop()
-                    print(file=sys.stderr)
-                    continue
-                except EngineDead:
-                    raise
-                except WavecoreError as error:  # too long a conversation, say: the next line may do better
-                    history.pop()
-                    print(f"{error}; /reset forgets the conversation", file=sys.stderr)
-                    continue
-                history.append({"role": "assistant", "content": answer.text})
-                print(answer.summary, file=sys.stderr)
+                history = _turn(llm, history, line, values)
     return 0
+
+
+def _turn(llm: LLM, history: list[dict[str, Any]], line: str, values: Namespace) -> list[dict[str, Any]]:
+    """The conversation with this line and its answer; as it was where there is no answer."""
+    asked = [*history, {"role": "user", "content": line}]
+    try:
+        answer = stream_answer(llm, chat_prompt(llm, asked), sampling(values))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return history
+    except EngineDead:
+        raise
+    except WavecoreError as error:  # too long a conversation, say: the next line may do better
+        print(f"{error}; /reset forgets the conversation", file=sys.stderr)
+        return history
+    print(answer.summary, file=sys.stderr)
+    return [*asked, {"role": "assistant", "content": answer.text}]
 
 
 def _ask() -> str | None:

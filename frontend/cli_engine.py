@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from wavecore.frontend.cli_parser import CommandParser, settings
+from wavecore.frontend.cli_parser import CommandParser, model_as_flag, settings
 from wavecore.frontend.progress import StartBar
 from wavecore.frontend.service import make_supervisor
 
 
 def run(args: Sequence[str]) -> int:
-    args = list(args)
-    if args and not args[0].startswith("-"):
-        args[0] = f"--model={args[0]}"
     parser = CommandParser(
         "engine", "[MODEL]", "Runs an engine. SIGTERM or Ctrl-C drains it; a second one ends it at once."
     )
-    config = settings(parser.parse(args))
+    config = settings(parser.parse(model_as_flag(args)))
     with StartBar(config.disable_tqdm) as bar:
         return make_supervisor(config).serve(bar, on_ready=lambda folder: _tell(bar, folder))
 

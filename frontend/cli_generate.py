@@ -47,8 +47,7 @@ def open_llm(values: Namespace) -> LLM:
     """The running engine that `--attach` names, or one of our own."""
     if values.attach:
         return connect(values.attach)
-    config = settings(values)
-    return LLM.from_config(config)
+    return LLM.from_config(settings(values))
 
 
 def sampling(values: Namespace) -> SamplingParams:

@@ -67,6 +67,13 @@ class CommandParser:
         return self.options.parse_args(spell(args, self._switches))
 
 
+def model_as_flag(args: Sequence[str]) -> list[str]:
+    """`MODEL --SETTING ...` with the model as a setting, too."""
+    if args and not args[0].startswith("-"):
+        return [f"--model={args[0]}", *args[1:]]
+    return list(args)
+
+
 def settings(values: Namespace) -> EngineConfig:
     """The engine's part of parsed values.
 

@@ -18,17 +18,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from wavecore.frontend import in_flight
 from wavecore.frontend.calls import Answer, Calls
 from wavecore.frontend.engine_link import EngineLink, LinkState
 from wavecore.frontend.in_flight import InFlight
 from wavecore.frontend.mailbox import Mailbox, wake
 from wavecore.frontend.timer import Timer
 from wavecore.transport import deployment
-from wavecore.transport.client_pump import ClientPump, Disconnected, Event, Reconnected
+from wavecore.transport.client_pump import ClientPump, Disconnected, Event, Failed, Reconnected
 from wavecore.transport.curve import CurveClient
 from wavecore.transport.deployment import Deployment
-from wavecore.transport.errors import EngineDead, RequestError, StartError
+from wavecore.transport.errors import EngineDead, Overloaded, RequestError, StartError
 from wavecore.transport.messages import Dead, Heartbeat, Ready, Result, Step
 
 logger = logging.getLogger(__name__)
@@ -36,6 +35,7 @@ logger = logging.getLogger(__name__)
 VERDICT_SECONDS = 1.0  # how long a broken connection is looked at closely; after that it may be a mere network fault
 UNREACHABLE_SECONDS = 10.0
 FOLLOW_SECONDS = 0.25
+SWEEP_SECONDS = 0.25  # between two looks at the deadlines of all requests
 ALIVE = ("starting", "ready", "draining", "dead", "restarting")  # "dead" waits for its next start
 
 
@@ -50,6 +50,7 @@ class EngineClient:
     Raises:
         StartError: no deployment there, or no answer in time.
         EngineDead: the deployment is over; with the cause.
+        Overloaded: the engine has as many clients as it takes.
     """
 
     def __init__(self, runtime_dir: str | Path, *, timeout: float = 30.0, version: str) -> None:
@@ -58,7 +59,9 @@ class EngineClient:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._links = {entry.index: EngineLink(entry.index) for entry in found.engines}
-        self._closed = False
+        self._closed = ""  # why nothing can be sent any more
+        self._refused: Overloaded | None = None  # an engine would not take this client
+        self._sweeping = False  # a look at the deadlines is scheduled
         self._owner = os.getpid()
         self._timer = Timer("wavecore-client-watch")
         self._pump = ClientPump(self._on_event, version=version)
@@ -83,9 +86,9 @@ class EngineClient:
         with self._lock:
             self._check_open()
             self._requests.submit(mailbox)
-        timeout = mailbox.request.timeout
-        if timeout is not None:
-            self._timer.schedule(timeout + in_flight.GRACE_SECONDS + 0.05, self._check_deadlines)
+            if mailbox.request.timeout is not None and not self._sweeping:
+                self._sweeping = True
+                self._timer.schedule(SWEEP_SECONDS, self._check_deadlines)
 
     def abort(self, mailbox: Mailbox) -> None:
         """End a request, at any moment, as often as one likes."""
@@ -142,15 +145,18 @@ class EngineClient:
 
     def close(self) -> None:
         """End every request and let go of the engines. Idempotent."""
+        self._end("this client was closed (shutdown); make a new one")
+        self._timer.close()
+        self._pump.close()
+
+    def _end(self, reason: str) -> None:
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
-            touched = self._requests.fail_all("its client was closed (shutdown) before it ended; send it again")
+            self._closed = reason
+            touched = self._requests.fail_all(f"the request had not ended: {reason}, and send it again")
         wake(touched)
-        self._calls.fail(None, RequestError("the client was closed before the call was answered"))
-        self._timer.close()
-        self._pump.close()
+        self._calls.fail(None, RequestError(f"the call was not answered: {reason}"))
 
     # --- events of the pump (IO thread) --------------------------------------------------------------------------
 
@@ -167,6 +173,11 @@ class EngineClient:
         elif isinstance(event, Result):
             self._calls.answer(event)
         elif isinstance(event, Dead):
+            if event.code == Overloaded.code:  # it takes no more clients, and lives on for those that it has
+                with self._changed:
+                    self._refused = Overloaded(f"engine {index}: {event.message}")
+                    self._changed.notify_all()
+                return
             self._down(link, EngineDead(f"engine {index} ended in phase {event.phase}: {event.message}"), link.epoch)
         elif isinstance(event, Disconnected):
             with self._lock:
@@ -174,6 +185,8 @@ class EngineClient:
                     return
                 link.state = LinkState.BROKEN
             self._judge(link, link.epoch, time.monotonic(), event.reason)
+        elif isinstance(event, Failed):
+            self._end(f"this client's IO thread failed ({event.reason}): make a new client")
         elif isinstance(event, Reconnected):
             with self._lock:
                 if link.state in (LinkState.BROKEN, LinkState.UNREACHABLE):
@@ -267,8 +280,13 @@ class EngineClient:
         )
 
     def _check_deadlines(self) -> None:
+        """One sweep over all requests, again while any has a deadline; a timer for each would outlive most of them."""
         with self._lock:
+            self._sweeping = False
             touched = self._requests.fail_overdue()
+            if not self._closed and self._requests.have_deadlines:
+                self._sweeping = True
+                self._timer.schedule(SWEEP_SECONDS, self._check_deadlines)
         wake(touched)
 
     # -------------------------------------------------------------------------------------------------------------
@@ -286,6 +304,8 @@ class EngineClient:
         until = time.monotonic() + timeout
         with self._changed:
             while not any(link.state is LinkState.UP for link in self._links.values()):
+                if self._refused is not None:
+                    raise self._refused
                 if time.monotonic() > until:
                     raise StartError(f"no engine of {self._runtime_dir} answered within {timeout} s; is it overloaded?")
                 self._changed.wait(0.25)
@@ -296,7 +316,7 @@ class EngineClient:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineDead("this client was closed (shutdown); make a new one")
+            raise EngineDead(self._closed)
         if os.getpid() != self._owner:  # a fork has the object, not its threads
             use = f"in this one use wavecore.connect({str(self._runtime_dir)!r})"
             raise EngineDead(f"this client belongs to process {self._owner}; {use}")

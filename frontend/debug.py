@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +42,9 @@ def attention_map(client: EngineClient, prompt: list[int], layer: int, head: int
     return to_numpy(answer.frames[0]).astype(np.float32)
 
 
-def print_memory_stats(client: EngineClient, file: TextIO | None = None) -> None:
-    file = file or sys.stdout
+def print_memory_stats(client: EngineClient) -> None:
     for index, stats in zip(client.engines, call_all(client, "memory_stats"), strict=False):
-        file.write(memory_table(index, stats) + "\n")
+        sys.stdout.write(memory_table(index, stats) + "\n")
 
 
 def memory_table(index: int, stats: Mapping[str, Any]) -> str:

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.frontend.mailbox import Mailbox
 from wavecore.frontend.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
-from wavecore.transport.errors import RequestError, ValidationError
+from wavecore.transport.errors import RequestError
 
-
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """How a prompt becomes one vector: "mean" or "last" of the hidden states."""
-
-    pooling: str
-    params: SamplingParams = field(
-        default_factory=lambda: SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
-    )
-
-    def __post_init__(self) -> None:
-        if self.pooling not in ("mean", "last"):
-            raise ValidationError("pooling", f'must be "mean" or "last", not {self.pooling!r:.40}')
+EMBEDDING_PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
 
 
 def pooled(mailbox: Mailbox, output: RequestOutput) -> EmbeddingRequestOutput:

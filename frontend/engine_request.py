@@ -79,6 +79,7 @@ def check_options(
     queue_timeout: float | None = None,
     first_token_timeout: float | None = None,
     cache_salt: str | None = None,
+    pooling: str | None = None,
 ) -> dict[str, Any]:
     """Bounded options of a request, without the defaults.
 
@@ -96,6 +97,10 @@ def check_options(
         if len(cache_salt.encode(errors="replace")) > MAX_SALT:
             raise ValidationError("cache_salt", f"must be at most {MAX_SALT} bytes of text")
         options["cache_salt"] = cache_salt
+    if pooling is not None:
+        if pooling not in ("mean", "last"):
+            raise ValidationError("pooling", f'must be "mean" or "last", not {pooling!r:.40}')
+        options["pooling"] = pooling
     return options
 
 

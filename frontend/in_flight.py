@@ -7,6 +7,7 @@ A request that is sent again gets new handles, and rows of unknown handles are d
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,6 @@ class Flight:
         handles: handle -> choice, of choices that still run.
         sent_again: how often.
         lost_by: why it waits.
-        deadline: monotonic time when the client gives up on it, None without a timeout.
         started: monotonic time when it was sent first.
     """
 
@@ -49,11 +49,18 @@ class Flight:
     handles: dict[int, int] = field(default_factory=dict)
     sent_again: int = 0
     lost_by: EngineDead | None = None
-    deadline: float | None = None
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def deadline(self) -> float:
+        """Monotonic time when the client gives up on it."""
+        timeout = self.mailbox.request.timeout
+        return math.inf if timeout is None else self.started + timeout + GRACE_SECONDS
 
 
 class InFlight:
+    """The requests of one client, by mailbox and by the handles of their choices."""
+
     def __init__(self, pump: ClientPump, links: Iterable[EngineLink]) -> None:
         self._pump = pump
         self._links = list(links)
@@ -80,9 +87,6 @@ class InFlight:
         flight = Flight(mailbox)
         self._send(flight, link, [])
         self._flights[mailbox] = flight
-        timeout = mailbox.request.timeout
-        if timeout is not None:
-            flight.deadline = flight.started + timeout + GRACE_SECONDS
 
     def deliver(self, link: EngineLink, step: Step) -> list[Mailbox]:
         """Hand the rows of a step to their mailboxes."""
@@ -174,11 +178,15 @@ class InFlight:
             touched += self._fail(flight, flight.lost_by or self.no_engine())
         return touched
 
+    @property
+    def have_deadlines(self) -> bool:
+        return any(f.deadline < math.inf for f in self._flights.values())
+
     def fail_overdue(self) -> list[Mailbox]:
         """The second level of deadlines: an engine ends a request in time; this is for an engine that says nothing."""
         now = time.monotonic()
         touched: list[Mailbox] = []
-        for flight in [f for f in self._flights.values() if f.deadline is not None and f.deadline < now]:
+        for flight in [f for f in self._flights.values() if f.deadline < now]:
             self._abort_at_engine(flight)
             text = f"request {flight.mailbox.request.request_id}: its timeout passed and the engine said nothing"
             touched += self._fail(flight, RequestTimeout(text))

@@ -13,7 +13,7 @@ from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.frontend import debug
 from wavecore.frontend.batch import run_batch, stream_deltas
-from wavecore.frontend.embeddings import Embedded, pooled
+from wavecore.frontend.embeddings import EMBEDDING_PARAMS, pooled
 from wavecore.frontend.heat_map import write_heat_map
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from wavecore.frontend.progress import StartBar
@@ -186,9 +186,8 @@ class LLM:
         Args:
             pooling: "mean" over the prompt's tokens, or "last".
         """
-        how = Embedded(pooling)
         requests = [
-            self._service.prepare(p, how.params, pooling=how.pooling, timeout=timeout) for p in as_prompts(prompts)
+            self._service.prepare(p, EMBEDDING_PARAMS, pooling=pooling, timeout=timeout) for p in as_prompts(prompts)
         ]
         return [pooled(m, o) for m, o in run_batch(self._service, requests, use_tqdm)]
 
@@ -205,6 +204,7 @@ class LLM:
         return int(self._service.resolved["vocab_size"])
 
     def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; NotSupportedError where there is none (skip_tokenizer_init)."""
         return self._service.need_tokenizer("get_tokenizer")
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -131,11 +131,6 @@ class Mailbox:
 
     # --- any thread ----------------------------------------------------------------------------------------------
 
-    @property
-    def finished(self) -> bool:
-        with self._lock:
-            return self._finished
-
     def is_running(self, index: int) -> bool:
         with self._lock:
             return self._choices[index].finish is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -99,12 +100,21 @@ class RequestOutput:
         return next((o.error for o in self.outputs if o.error is not None), None)
 
 
-def without_error(output: RequestOutput) -> RequestOutput | None:
-    """What a failed request had before it failed, for a stream whose end is the exception; None if that is nothing."""
-    if not any(o.token_ids for o in output.outputs):
-        return None
-    outputs = [replace(o, finish_reason=None, error=None) if o.error else o for o in output.outputs]
-    return replace(output, outputs=outputs, finished=False)
+def shown(output: RequestOutput | None) -> Iterator[RequestOutput]:
+    """What a stream yields for one `Mailbox.take`: nothing, the output, or what a failed request had before it failed.
+
+    Raises:
+        WavecoreError: the request failed; the stream's end is the exception.
+    """
+    if output is None:
+        return
+    if output.error is None:
+        yield output
+        return
+    if any(o.token_ids for o in output.outputs):
+        outputs = [replace(o, finish_reason=None, error=None) if o.error else o for o in output.outputs]
+        yield replace(output, outputs=outputs, finished=False)
+    raise output.error
 
 
 @dataclass(slots=True)
@@ -118,6 +128,8 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
+    """A finished embedding request."""
+
     request_id: str
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput

@@ -23,6 +23,8 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
+    """`prompt` is the text that the ids stand for, to be shown in outputs."""
+
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]

@@ -123,6 +123,7 @@ class Service:
             raise ModelError(f"{path}/generation_config.json: {error}; correct it, or give SamplingParams") from error
 
     def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer; NotSupportedError, with the way out, where there is none for `what`."""
         if self.tokenizer is None:
             raise NotSupportedError(
                 f"{what} needs a tokenizer, and there is none here (skip_tokenizer_init, or a scripted model): "
@@ -168,9 +169,7 @@ class Service:
             raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")
         if resume and params.n > 1:
             raise NotSupportedError("resume=True with n > 1; send the choices as requests of their own")
-        checked = check_options(cache_salt=prompt.cache_salt, **options)
-        if pooling is not None:
-            checked["pooling"] = pooling
+        checked = check_options(cache_salt=prompt.cache_salt, pooling=pooling, **options)
         prompt = self.encode(prompt)
         embeds = None
         if prompt.embeds is not None:

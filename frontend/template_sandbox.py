@@ -99,6 +99,8 @@ class Meter:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of all templates; `guarded` compiles one."""
+
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:

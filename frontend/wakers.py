@@ -39,14 +39,11 @@ class LoopWaker:
         self._events: dict[Mailbox, asyncio.Event] = {}
 
     def event(self, mailbox: Mailbox) -> asyncio.Event:
+        """Set whenever the mailbox holds something new; the task that waits clears it."""
         return self._events.setdefault(mailbox, asyncio.Event())
 
     def forget(self, mailbox: Mailbox) -> None:
         self._events.pop(mailbox, None)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._events)
 
     def wake(self, mailboxes: Sequence[Mailbox]) -> None:
         loop = self._loop()

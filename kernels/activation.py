@@ -36,7 +36,7 @@ def _gated(gate_up_ptr, out_ptr, inner, GELU: tl.constexpr, BLOCK: tl.constexpr)
     gate = tl.load(gate_up_ptr + token * 2 * inner + d, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + token * 2 * inner + inner + d, mask=inside, other=0.0).to(tl.float32)
     if GELU:
-        # tanh(y) = 2 sigmoid(2 y) - 1, so 0.5 x (1 + tanh(y)) = x sigmoid(2 y)
+        # tanh(y) = 2 sigmoid(2 y) - 1, so 0.5 x (1 + tanh(y)) = x sigmoid(2 y); 2 y = 2 sqrt(2 / pi) (x + 0.044715 x^3)
         gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
         gate = gate * tl.sigmoid(gate)

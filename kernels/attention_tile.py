@@ -63,7 +63,7 @@ def softmax_step(
     # float32 inputs are multiplied as float32 ("ieee"), never as tf32
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if HAS_CAP:
-        # soft_cap * tanh(x / soft_cap) by exp2, without overflow on either side
+        # soft_cap * tanh(x / soft_cap) by exp2, without overflow on either side; the number is 2 log2(e)
         scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.8853900817779268 / soft_cap)) + 1.0))
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))

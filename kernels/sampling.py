@@ -18,7 +18,7 @@ from wavecore.kernels.sampling_values import is_greedy, row_values, values_of
 
 BLOCK = 2048
 WORD_BLOCK = 256
-"""Bad words have fewer tokens than this."""
+"""A bad word has at most so many tokens (`sampling_params.MAX_STOP_LENGTH`)."""
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:

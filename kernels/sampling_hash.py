@@ -29,8 +29,8 @@ def gumbel(token, key_1, key_2):
     """Standard Gumbel noise of tokens, float32: -log(-log(1 - v)), v uniform in (0, 1) and finest near 0."""
     bits = _fmix32((token.to(tl.uint32) * 0x9E3779B1) ^ key_1)
     bits = _fmix32(bits ^ key_2)
-    v = ((bits >> 8).to(tl.int32).to(tl.float32) + 0.5) * 5.9604644775390625e-08
-    v = tl.minimum(v, 0.999999940395355224609375)
+    v = ((bits >> 8).to(tl.int32).to(tl.float32) + 0.5) * 5.9604644775390625e-08  # 2**-24
+    v = tl.minimum(v, 0.999999940395355224609375)  # 1 - 2**-24
     # log1p(-v): below 2**-9 the series, where 1 - v would lose bits
     rate = tl.where(v < 0.001953125, v * (1.0 + v * (0.5 + v * (1.0 / 3.0))), -tl.log(1.0 - v))
     return -tl.log(rate)

@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+if not Path("/dev/nvidiactl").exists():
+    # Triton's interpreter stands in for a GPU (tests/kernels). It is chosen when triton is first imported, which any
+    # test module may cause.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests/gpu and tests/multi_gpu by their folder, and skip them where the hardware is missing."""

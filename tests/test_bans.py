@@ -74,7 +74,7 @@ def test_no_banned_name(path: Path) -> None:
 
 
 def test_sockets_are_made_in_one_place() -> None:
-    """A-03: `Context(` and `.socket(` of zmq stand in transport/sockets.py only."""
+    """`Context(` and `.socket(` of zmq stand in transport/sockets.py only."""
     makers = set()
     for path in (ROOT / "transport").glob("*.py"):
         tree = ast.parse(path.read_text())

@@ -61,7 +61,14 @@ class Reconnected:
     """The same session goes on; nothing was lost or doubled."""
 
 
-Event = Ready | Step | Result | Heartbeat | Dead | Disconnected | Reconnected
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The client's own IO thread ended on a bug: no event will come any more."""
+
+    reason: str
+
+
+Event = Ready | Step | Result | Heartbeat | Dead | Disconnected | Reconnected | Failed
 
 
 @dataclass(frozen=True, slots=True)

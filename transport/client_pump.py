@@ -16,13 +16,13 @@ from collections.abc import Callable
 
 import zmq
 
-from wavecore.transport.client_link import ClientLink, Disconnected, Event, Reconnected
+from wavecore.transport.client_link import ClientLink, Disconnected, Event, Failed, Reconnected
 from wavecore.transport.curve import CurveClient
 from wavecore.transport.errors import EngineDead
 from wavecore.transport.messages import Abort, Add, Utility
 from wavecore.transport.sockets import Waker, check_address, make_context
 
-__all__ = ["ClientPump", "Disconnected", "Event", "Reconnected"]
+__all__ = ["ClientPump", "Disconnected", "Event", "Failed", "Reconnected"]
 
 TICK_SECONDS = 1.0
 
@@ -110,7 +110,7 @@ class ClientPump:
         except Exception as error:  # nobody may wait for events that cannot come
             log.exception("the IO thread failed")
             for index in list(self._links):
-                self._emit(index, Disconnected(f"the client's IO thread failed: {error}"))
+                self._emit(index, Failed(f"{type(error).__name__}: {error}"))
         finally:
             links = self._living()
             self._links = {}

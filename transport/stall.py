@@ -55,9 +55,10 @@ class StallWatch:
             seconds = self._idle * TICK_SECONDS
             if stopped:
                 return f"it has been stopped (SIGSTOP or a debugger) for {seconds:.1f} s"
-            return f"it has work but did nothing for {seconds:.1f} s: every thread sleeps"
+            return f"it has work but did nothing for {seconds:.1f} s: every thread sleeps (stacks are in the log)"
         if self._computing >= self._step_limit:
-            return f"one step has computed for {self._computing * TICK_SECONDS:.1f} s without an end"
+            seconds = self._computing * TICK_SECONDS
+            return f"one step has computed for {seconds:.1f} s without an end (stacks are in the log)"
         return None
 
     def _is_computing(self) -> bool:

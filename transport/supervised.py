@@ -146,7 +146,7 @@ class Supervised:
                 what = f"was not ready after {self._limits.ready:g} s (phase: {self._phase})"
                 self._condemn("start", f"{what}; raise ready_timeout, or see its last output for what it waits for")
         elif self._stall is not None and (why := self._stall.tick()):
-            self._condemn("stuck", f"was stuck and has been ended: {why}. Its threads' stacks are in the log")
+            self._condemn("stuck", f"was stuck and has been ended: {why}")
 
     def on_status(self) -> None:
         if self._child is None:

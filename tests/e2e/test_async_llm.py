@@ -95,7 +95,7 @@ async def test_ids_of_running_requests_are_unique(llm: AsyncLLM) -> None:
             await text_of(llm, [HELLO], request_id=wrong)
 
 
-async def test_t7_cancel_at_every_moment(llm: AsyncLLM) -> None:
+async def test_cancel_at_every_moment(llm: AsyncLLM) -> None:
     """Cancelled after 0, 1, 2, ... turns of the loop: nothing of the request stays, here or in the engine."""
     for turns in range(40):
         task = asyncio.create_task(text_of(llm, [9, turns + 1], LONG))
@@ -106,7 +106,7 @@ async def test_t7_cancel_at_every_moment(llm: AsyncLLM) -> None:
             await task
         assert llm.num_unfinished == 0
     assert not llm._by_id
-    assert all(waker.num_waiting == 0 for waker in llm._wakers.values())
+    assert all(not waker._events for waker in llm._wakers.values())
     assert await text_of(llm, [HELLO]) == "Hello world"
     answer = await asyncio.wrap_future(llm._service.client.call("debug_requests"))
     assert answer.value == []

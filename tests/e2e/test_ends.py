@@ -33,7 +33,7 @@ def kill_engine(runtime_dir: Path) -> float:
     return time.monotonic()
 
 
-async def test_t19_killed_engine_ends_every_stream(files: dict[str, str]) -> None:
+async def test_killed_engine_ends_every_stream(files: dict[str, str]) -> None:
     async with await AsyncLLM.start(**files, max_num_seqs=64) as llm:
         begun = asyncio.Semaphore(0)
 

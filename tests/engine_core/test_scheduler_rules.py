@@ -38,6 +38,7 @@ def test_eight_blocks_and_six_long_requests(asynchronous: bool, swap: bool) -> N
     totals = driver.core.life.totals
     assert totals.preemptions > 0
     assert (totals.swapped_tokens > 0) == bool(swap)
+    assert driver.core.life.kv.queries == 6 * 12  # each prompt once, however often it was preempted
     if swap:  # what came back from the host is not computed again
         assert totals.prompt_tokens <= 6 * 12 + totals.preemptions and totals.recomputed_tokens == 0
 

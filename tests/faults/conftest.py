@@ -216,26 +216,34 @@ def zero_copy_thread() -> None:
         pull.recv()
 
 
+@pytest.fixture
+def private_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Runtime directories are made here, so that nobody else's are seen or swept."""
+    # short, because ipc paths are limited
+    with tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
 @pytest.fixture(autouse=True)
-def nothing_left(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_left(
+    private_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """No process, thread, descriptor, shared memory or folder more than before."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
-    folder = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))  # short: ipc paths are limited
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     gc.collect()
-    fds, shared = _open_fds(), set(Path("/dev/shm").iterdir())
-    threads = set(threading.enumerate())
+    fds, threads = _open_fds(), set(threading.enumerate())
     yield
     caplog.clear()  # logged exceptions hold frames, and those all that a test made
     gc.collect()
     RuntimeDir(None).remove()  # what a killed supervisor left, the next start removes
-    folder.rmdir()
+    assert not list(private_folder.iterdir())
+    assert not list(Path("/dev/shm").glob("*wavecore*"))
     children = psutil.Process().children(recursive=True)
     assert not children, children
     for thread in set(threading.enumerate()) - threads:
         thread.join(10)
         assert not thread.is_alive(), thread
-    assert set(Path("/dev/shm").iterdir()) <= shared
     more = _open_fds() - fds
     assert more.total() <= 0, more
 

@@ -1,4 +1,4 @@
-"""Conversations: roles, contents, and special-token text that stays text (A-31)."""
+"""Conversations: roles, contents, and special-token text that stays text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates from strangers' files: the sandbox holds, and every limit bites (A-12, A-29)."""
+"""Templates from strangers' files: the sandbox holds, and every limit bites."""
 
 from __future__ import annotations
 

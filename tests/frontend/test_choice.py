@@ -1,4 +1,4 @@
-"""One output sequence: several tokens at once, stop strings inside them, lazily made text, faults (E-08, T71)."""
+"""One output sequence: several tokens at once, stop strings inside them, lazily made text, faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def entry(token: int) -> dict[int, Logprob]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_e08_stop_inside_a_step_of_several_tokens(size: int) -> None:
+def test_stop_inside_a_step_of_several_tokens(size: int) -> None:
     tokens = [*ids("abc"), *ids("STOP"), *ids(" tail")]
     kept = len(ids("abc") + ids("STOP"))
     found = choice(stop="STOP", logprobs=1)
@@ -87,7 +87,7 @@ def test_incomplete_end_is_flushed_once() -> None:
 
 
 def test_ids_without_a_token_are_empty_text() -> None:
-    """T71: rows of the LM head beyond the tokenizer."""
+    """Rows of the LM head beyond the tokenizer."""
     strange = choice()
     strange.feed([*ids("a"), 60_000, *ids("b")], finish=FinishReason.LENGTH)
     assert strange.take().text == "ab"

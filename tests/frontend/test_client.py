@@ -12,6 +12,7 @@ from tests.frontend.fake_engine import FakePump, World
 
 from wavecore.frontend import in_flight
 from wavecore.frontend.mailbox import Mailbox, OutputKind
+from wavecore.transport.client_pump import Failed
 from wavecore.transport.errors import EngineDead, NumericalError, Overloaded, RequestError, RequestTimeout, StartError
 from wavecore.transport.messages import Dead, FinishReason, Result
 
@@ -273,7 +274,7 @@ def test_calls(world: World) -> None:
     world.pump.on_event(0, Result(b"", 1, 999, True, "", "", None))  # nobody asked
 
 
-def test_t6_pending_calls_fail_with_the_engine(world: World) -> None:
+def test_pending_calls_fail_with_the_engine(world: World) -> None:
     calls = [world.client.call("stats") for _ in range(3)]
     world.kill(0)
     for call in calls:
@@ -309,7 +310,7 @@ def test_close_ends_everything(world: World) -> None:
 
 
 def test_load_is_balanced_by_tokens(pair: World) -> None:
-    """T43: a burst is spread evenly although no engine reports in between, and a stale report changes nothing."""
+    """A burst is spread evenly although no engine reports in between, and a stale report changes nothing."""
     for i in range(256):
         pair.submit([1] * 10, max_tokens=90)
         if i == 100:
@@ -339,3 +340,28 @@ def test_deployment_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakePump, "connect", lambda *_: None)
     with pytest.raises(EngineDead, match="is over"):
         World(monkeypatch, state="failed")
+
+
+def test_a_failed_io_thread_ends_everything_at_once(world: World) -> None:
+    """No event can come any more, so nothing may wait for one: requests, calls, and later submits name the cause."""
+    mailbox = world.submit()
+    call = world.client.call("stats")
+    world.pump.on_event(0, Failed("OSError: too many open files"))
+    error = error_of(mailbox)
+    assert isinstance(error, RequestError)
+    assert "too many open files" in str(error)
+    with pytest.raises(RequestError, match="too many open files"):
+        call.result(0)
+    with pytest.raises(EngineDead, match="too many open files"):
+        world.submit()
+
+
+def test_an_engine_that_takes_no_more_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = Dead(b"e" * 16, Overloaded.code, "1000 clients are attached", "connect", 0, "")
+
+    def refuse(pump: FakePump, index: int) -> None:
+        pump.on_event(index, refusal)
+
+    monkeypatch.setattr(FakePump, "new_life", refuse)
+    with pytest.raises(Overloaded, match="1000 clients"):
+        World(monkeypatch)

@@ -1,4 +1,4 @@
-"""Incremental text: E-28 of the list of public bugs, for both kinds of tokenizers."""
+"""Incremental text, for both kinds of tokenizers: nothing taken back, no broken characters, spaces as in `decode`."""
 
 from __future__ import annotations
 

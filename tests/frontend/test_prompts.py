@@ -1,4 +1,4 @@
-"""Every form of prompt, and every malformed one (E-13, E-17, A-23, A-36)."""
+"""Every form of prompt, and every malformed one."""
 
 from __future__ import annotations
 

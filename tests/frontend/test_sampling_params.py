@@ -1,4 +1,4 @@
-"""SamplingParams: what scripts for vLLM do with them, and a typed error for everything else (A-20 to A-34)."""
+"""SamplingParams: what scripts for vLLM do with them, and a typed error for everything else."""
 
 from __future__ import annotations
 

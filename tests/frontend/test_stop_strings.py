@@ -1,4 +1,4 @@
-"""Stop strings: E-01, E-02, E-03; the result does not depend on how the text is cut."""
+"""Stop strings: the result does not depend on how the text is cut."""
 
 from __future__ import annotations
 

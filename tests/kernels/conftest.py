@@ -1,14 +1,9 @@
-"""Triton's interpreter stands in for a GPU: it must be chosen before the first kernel is imported."""
+"""Kernels run on a GPU, or without one in Triton's interpreter (chosen in tests/conftest.py)."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture

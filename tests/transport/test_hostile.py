@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.transport.strategies import messages
 
 from wavecore.transport import messages as m
+from wavecore.transport.client_state import Limits
 from wavecore.transport.codec import decode, encode
 from wavecore.transport.tensors import from_numpy
 
@@ -38,9 +39,9 @@ class Raw:
 
 
 @pytest.fixture
-def hostile(make_engine: Any, raw_socket: Any) -> Callable[[], tuple[Any, Raw]]:
-    def start() -> tuple[Any, Raw]:
-        engine = make_engine()
+def hostile(make_engine: Any, raw_socket: Any) -> Callable[..., tuple[Any, Raw]]:
+    def start(**options: Any) -> tuple[Any, Raw]:
+        engine = make_engine(**options)
         return engine, Raw(engine, raw_socket)
 
     return start
@@ -143,6 +144,15 @@ def test_lying_acknowledgement_is_dropped(hostile: Any, make_client: Any) -> Non
     client = make_client()
     client.connect(engine.addresses)
     client.wait_ends(client.add())
+
+
+def test_unread_results_are_bounded(hostile: Any, eventually: Any) -> None:
+    """Values count, not only tensors: who calls and never acknowledges is dropped before it is silent for long."""
+    engine, raw = hostile(limits=Limits(held_bytes=10 << 20, silent_ticks=3600, stalled_ticks=3600))
+    for number in range(1, 31):
+        text = {"text": "x" * 1_000_000}
+        raw.push.send_multipart(encode(m.Utility(raw.epoch, raw.client, number, number, "echo", text)))
+    eventually(lambda: raw.client in engine.gone, "the drop")
 
 
 def test_identity_of_another_length_gets_no_session(hostile: Any, make_client: Any, raw_socket: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from wavecore.transport import client_link
-from wavecore.transport.client_pump import Disconnected
+from wavecore.transport.client_pump import Failed
 from wavecore.transport.errors import EngineDead, MessageTooLarge
 from wavecore.transport.messages import Heartbeat, Ready
 from wavecore.transport.tensors import to_numpy
@@ -228,7 +228,7 @@ def test_failure_of_the_io_thread_is_told(make_engine: Any, make_client: Any, mo
         raise RuntimeError("a bug")
 
     client.pump._do(bug)
-    client.wait_for(lambda: client.saw(Disconnected), "the news")
+    client.wait_for(lambda: client.saw(Failed), "the news")
     client.pump.close()
     with pytest.raises(EngineDead):
         client.add()

@@ -1,4 +1,4 @@
-"""Public bug reports about text and sampling parameters, replayed on the scripted model; E-numbers are the list's."""
+"""Public bug reports about text and sampling parameters, replayed on the scripted model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def both(llm: LLM, first: int, params: SamplingParams) -> RequestOutput:
     return whole
 
 
-def test_e01_e02_stop_over_token_borders(llm: LLM) -> None:
+def test_stop_over_token_borders(llm: LLM) -> None:
     output = both(llm, 300, greedy(stop="DEFGHIJ")).outputs[0]
     assert (output.text, output.finish_reason, output.stop_reason) == ("", "stop", "DEFGHIJ")
     assert output.token_ids == ids_of("DEF", "G", "HI", "J")
@@ -52,13 +52,13 @@ def test_e01_e02_stop_over_token_borders(llm: LLM) -> None:
         assert delta.outputs[0].text == ""
 
 
-def test_e03_held_back_tail_is_flushed(llm: LLM) -> None:
+def test_held_back_tail_is_flushed(llm: LLM) -> None:
     output = both(llm, 301, greedy(stop=["ZZZ"], max_tokens=len(ids_of("abc", "Z", "Z")))).outputs[0]
     assert (output.text, output.finish_reason) == ("abcZZ", "length")
     assert both(llm, 301, greedy(stop=["ZZZ"])).outputs[0].text == "abcZZ"
 
 
-def test_e06_stop_token_costs_no_visible_text(llm: LLM) -> None:
+def test_stop_token_costs_no_visible_text(llm: LLM) -> None:
     output = both(llm, 304, greedy(stop_token_ids=[EOS])).outputs[0]
     assert (output.text, output.finish_reason) == ("visible", "stop")
     output = both(llm, 304, greedy(stop_token_ids=[ids_of("visible")[-1]])).outputs[0]
@@ -67,7 +67,7 @@ def test_e06_stop_token_costs_no_visible_text(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_e07_include_stop_str(llm: LLM, include: bool) -> None:
+def test_include_stop_str(llm: LLM, include: bool) -> None:
     output = both(llm, 300, greedy(stop="GH", include_stop_str_in_output=include)).outputs[0]
     assert output.text == ("DEFGH" if include else "DEF")
     last = ids_of("visible")[-1]
@@ -75,14 +75,14 @@ def test_e07_include_stop_str(llm: LLM, include: bool) -> None:
     assert (output.text == "visible") is include
 
 
-def test_e11_no_end_before_min_tokens(llm: LLM) -> None:
+def test_no_end_before_min_tokens(llm: LLM) -> None:
     output = both(llm, 303, greedy(min_tokens=5, max_tokens=9)).outputs[0]
     assert len(output.token_ids) >= 5
     output = both(llm, 300, greedy(stop="E", min_tokens=len(ids_of("DEF")))).outputs[0]
     assert output.text.startswith("DEF")
 
 
-def test_e11_several_end_tokens(tmp_path: Path) -> None:
+def test_several_end_tokens(tmp_path: Path) -> None:
     ends = [0, 1, 2]
     files = write_model(tmp_path, {300: [0, 1, 2, 0, 1, 2, 0, 1]}, eos_token_id=ends)
     with LLM(**files) as llm:
@@ -92,7 +92,7 @@ def test_e11_several_end_tokens(tmp_path: Path) -> None:
         assert (output.outputs[0].token_ids, output.outputs[0].stop_reason) == ([0], None)
 
 
-def test_e41_engine_stops_when_the_reader_leaves(llm: LLM) -> None:
+def test_engine_stops_when_the_reader_leaves(llm: LLM) -> None:
     for i, _ in enumerate(llm.stream([9, 9], greedy(ignore_eos=True, max_tokens=60))):
         if i == 2:
             break
@@ -102,17 +102,17 @@ def test_e41_engine_stops_when_the_reader_leaves(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("stop_token_ids", [VOCAB]),  # E-13
-        ("logit_bias", {VOCAB: 5.0}),  # E-14
+        ("stop_token_ids", [VOCAB]),
+        ("logit_bias", {VOCAB: 5.0}),
         ("logit_bias", {"-1": 5.0}),
         ("logit_bias", {"abc": 1.0}),
         ("allowed_token_ids", [VOCAB]),
         ("allowed_token_ids", []),
-        ("prompt_logprobs", -1),  # E-24
+        ("prompt_logprobs", -1),
         ("prompt_logprobs", 65),
         ("logprobs", 10**9),
         ("logprobs", 65),
-        ("n", 0),  # E-52
+        ("n", 0),
         ("n", 10**9),
         ("n", 1.5),
         ("n", "3"),
@@ -131,21 +131,21 @@ def test_values_out_of_bounds_name_their_field(llm: LLM, field: str, value: Any)
         llm.generate([300], SamplingParams(**{field: value}), use_tqdm=False)
 
 
-def test_e15_nothing_left_to_sample(llm: LLM) -> None:
+def test_nothing_left_to_sample(llm: LLM) -> None:
     token = ids_of("a")[0]
     with pytest.raises(ValidationError, match="allowed_token_ids"):
         llm.generate([300], SamplingParams(allowed_token_ids=[token], bad_words=["a"]), use_tqdm=False)
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], {"prompt_token_ids": [-1]}, {"prompt_token_ids": [VOCAB]}])
-def test_e17_empty_and_impossible_prompts(llm: LLM, prompt: Any) -> None:
+def test_empty_and_impossible_prompts(llm: LLM, prompt: Any) -> None:
     with pytest.raises(ValidationError):
         llm.generate(prompt, use_tqdm=False)
     with pytest.raises(ValidationError):
         llm.chat([], use_tqdm=False)
 
 
-def test_e18_longest_prompt(llm: LLM) -> None:
+def test_longest_prompt(llm: LLM) -> None:
     [output] = llm.generate([5] * 63, greedy(), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 1
     assert output.outputs[0].finish_reason == "length"
@@ -156,14 +156,14 @@ def test_e18_longest_prompt(llm: LLM) -> None:
         llm.generate("long text " * 10_000, use_tqdm=False)
 
 
-def test_e19_prompt_logprobs_alone(llm: LLM) -> None:
+def test_prompt_logprobs_alone(llm: LLM) -> None:
     [output] = llm.generate([5, 6, 7], greedy(max_tokens=0, prompt_logprobs=1), use_tqdm=False)
     assert output.outputs[0].token_ids == []
     assert output.prompt_logprobs is not None
     assert [p is None for p in output.prompt_logprobs] == [True, False, False]
 
 
-def test_e20_max_tokens_is_capped_by_the_context(llm: LLM) -> None:
+def test_max_tokens_is_capped_by_the_context(llm: LLM) -> None:
     [output] = llm.generate([5] * 10, greedy(max_tokens=10**6, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 54
     assert output.outputs[0].finish_reason == "length"
@@ -172,7 +172,7 @@ def test_e20_max_tokens_is_capped_by_the_context(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_e22_logprobs(llm: LLM, count: int) -> None:
+def test_logprobs(llm: LLM, count: int) -> None:
     output = both(llm, 304, greedy(logprobs=count)).outputs[0]
     assert output.logprobs is not None
     assert len(output.logprobs) == len(output.token_ids)
@@ -191,7 +191,7 @@ def test_logprobs_end_where_a_stop_string_ends(llm: LLM) -> None:
     assert len(output.logprobs) == len(output.token_ids) == len(ids_of("DEF", "G"))
 
 
-def test_e24_e26_prompt_logprobs_with_a_warm_prefix_cache(llm: LLM) -> None:
+def test_prompt_logprobs_with_a_warm_prefix_cache(llm: LLM) -> None:
     prompt = [7, 8, 9] * 15
     first, second = (
         llm.generate(prompt, greedy(max_tokens=2, prompt_logprobs=k), use_tqdm=False)[0].prompt_logprobs for k in (5, 5)
@@ -202,7 +202,7 @@ def test_e24_e26_prompt_logprobs_with_a_warm_prefix_cache(llm: LLM) -> None:
     assert all(p is not None and prompt[i + 1] in p for i, p in enumerate(first[1:]))
 
 
-def test_e28_characters_split_over_tokens(llm: LLM) -> None:
+def test_characters_split_over_tokens(llm: LLM) -> None:
     output = both(llm, 302, greedy(max_tokens=60)).outputs[0]
     assert output.text == "한국어 你好 👩‍👩‍👧‍👦!"
     for delta in llm.stream([302], greedy(max_tokens=60)):
@@ -217,7 +217,7 @@ def test_special_tokens_are_shown_on_demand(llm: LLM) -> None:
     assert both(llm, 305, greedy(detokenize=False)).outputs[0].text == ""
 
 
-def test_e29_seeded_beside_unseeded(llm: LLM) -> None:
+def test_seeded_beside_unseeded(llm: LLM) -> None:
     runs = [
         llm.generate([[5, 6], [5, 6]], [SamplingParams(seed=7), SamplingParams()], use_tqdm=False)[0] for _ in range(3)
     ]
@@ -226,21 +226,21 @@ def test_e29_seeded_beside_unseeded(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])
-def test_e31_e32_choices(llm: LLM, n: int) -> None:
+def test_choices(llm: LLM, n: int) -> None:
     [output] = llm.generate([302], greedy(n=n, max_tokens=60), use_tqdm=False)
     assert [o.index for o in output.outputs] == list(range(n))
     assert {o.text for o in output.outputs} == {"한국어 你好 👩‍👩‍👧‍👦!"}
     assert isinstance(output.num_cached_tokens, int)
 
 
-def test_e34_one_end_for_each_choice(llm: LLM) -> None:
+def test_one_end_for_each_choice(llm: LLM) -> None:
     ends: list[int] = []
     for delta in llm.stream([300], greedy(n=3, max_tokens=5)):
         ends += [o.index for o in delta.outputs if o.finish_reason is not None]
     assert sorted(ends) == [0, 1, 2]
 
 
-async def test_e39_abort_and_submit_at_once(llm: LLM) -> None:
+async def test_abort_and_submit_at_once(llm: LLM) -> None:
     """Ids are reused at once; a late abort never reaches the next request."""
     other = AsyncLLM.connect(llm.runtime_dir)
     try:

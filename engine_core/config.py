@@ -57,7 +57,7 @@ class EngineConfig:
         max_num_queued_reqs, max_num_queued_bytes: bounds of the waiting queue; more is refused as overloaded.
         max_queue_seconds: longest wait for the first step; None waits on.
         max_holding_seconds: longest time a request may hold KV blocks; None holds on.
-        disable_log_stats: no periodic statistics line.
+        log_stats: log where the time of the loop goes, throughput, queue and cache every ten seconds.
         disable_tqdm: no progress bar while weights load.
         address: None binds ipc sockets in the runtime directory; "tcp://HOST" binds two ports on that interface.
         runtime_dir: folder of deployment.json and sockets; None makes a fresh one.
@@ -94,7 +94,7 @@ class EngineConfig:
     max_num_queued_bytes: int = 1 << 30
     max_queue_seconds: float | None = None
     max_holding_seconds: float | None = None
-    disable_log_stats: bool = True
+    log_stats: bool = False
     disable_tqdm: bool = False
     address: str | None = None
     runtime_dir: str | None = None

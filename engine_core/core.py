@@ -48,7 +48,7 @@ class EngineCore:
         self.depth = 2 if config.async_scheduling else 1
         self.life = Lifecycle(config, runner.info, clock)
         self.scheduler = Scheduler(config, self.life)
-        self.stats = Stats(self.life, log=not config.disable_log_stats)
+        self.stats = Stats(self.life, log=config.log_stats)
         self.in_flight: deque[tuple[Scheduled, PendingStep, float]] = deque()
         self.draining = False
         self._done_at = self._token_seconds = 0.0

@@ -43,6 +43,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "compilation_config": (None, 0, {}),
     "disable_custom_all_reduce": (True, False),
     "disable_log_requests": (True,),
+    "disable_log_stats": (True,),
     "enable_log_requests": (False,),
     "max_seq_len_to_capture": (None,),
     "cpu_offload_gb": (0, 0.0),
@@ -61,6 +62,7 @@ WAYS_OUT = {
     "kv_cache_dtype": "the cache has the model's dtype",
     "generation_config": "give SamplingParams to each call instead",
     "hf_overrides": "edit a copy of config.json instead",
+    "disable_log_stats": "log_stats=True turns statistics on",
     "revision": "download that revision and give its folder",
 }
 METHODS = {

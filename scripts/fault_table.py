@@ -1,4 +1,4 @@
-"""Writes docs/faults.md, "what happens when ...", from the docstrings of the fault tests.
+"""Writes docs/faults.md, "what happens when ...", and its headlines in README.md from the docstrings of the fault tests.
 
     python scripts/fault_table.py
 
@@ -14,6 +14,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "docs" / "faults.md"
+TESTS = ROOT / "tests" / "faults"
+README = ROOT / "README.md"
+START, END = "<!-- faults: written by scripts/fault_table.py -->\n", "<!-- end of faults -->\n"
+HEADLINES = (
+    "test_engine_death::test_engine_killed_mid_stream",
+    "test_engine_death::test_waiting_requests_survive_a_killed_engine",
+    "test_engine_death::test_resumed_request_goes_on",
+    "test_stuck::test_hanging_step",
+    "test_process_life::test_killed_program",
+    "test_process_life::test_drain",
+    "test_isolation::test_nan_in_one_row",
+    "test_isolation::test_out_of_memory_once",
+    "test_overload::test_more_requests_than_the_queue_takes",
+    "test_overload::test_consumer_leaves",
+    "test_backpressure::test_client_that_stands_still_for_long",
+    "test_backpressure::test_hostile_frames",
+)
 HEAD = """# What happens when ...
 
 Made by `python scripts/fault_table.py` from the tests in `tests/faults`; each row is shown by the test that it names.
@@ -32,13 +49,22 @@ def rows(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def table() -> str:
+    """docs/faults.md: every row, by file of tests."""
     parts = [HEAD]
-    for path in sorted((ROOT / "tests" / "faults").glob("test_*.py")):
+    for path in sorted(TESTS.glob("test_*.py")):
         lines = [f"| {what} | {then} | `{name}` |" for what, then, name in rows(path)]
         if lines:
             title = _one_line(ast.get_docstring(ast.parse(path.read_text())) or path.stem)
             parts.append("\n".join([f"## {title}", "", "| When | Then | Test |", "|---|---|---|", *lines, ""]))
     return "\n".join(parts)
+
+
+def readme() -> str:
+    """README.md with the rows of HEADLINES between its markers."""
+    found = {name: (what, then) for path in TESTS.glob("test_*.py") for what, then, name in rows(path)}
+    lines = "".join(f"| {found[name][0]} | {found[name][1]} |\n" for name in HEADLINES)
+    before, _, rest = README.read_text().partition(START)
+    return f"{before}{START}\n| When | Then |\n|---|---|\n{lines}\n{END}{rest.partition(END)[2]}"
 
 
 def _one_line(text: str) -> str:
@@ -47,3 +73,4 @@ def _one_line(text: str) -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(table())
+    README.write_text(readme())

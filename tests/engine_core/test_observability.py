@@ -95,7 +95,7 @@ def test_log_line_and_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     """A scripted model takes no time, so the scheduler's share is large."""
     monkeypatch.setattr(stats, "LOG_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "wavecore")
-    busy(disable_log_stats=False).run()
+    busy(log_stats=True).run()
     assert re.search(r"running 1, waiting \d; \d+ prompt and \d+ output tokens/s; cache \d+% used", caplog.text)
     assert re.search(r"schedule \d+%, launch \d+%, wait \d+%, update \d+%", caplog.text)
     assert "scheduling takes" in caplog.text

@@ -59,7 +59,6 @@ def _serve(args: argparse.Namespace, life: ChildLife) -> int:
 
 def _build(args: argparse.Namespace, life: ChildLife) -> EngineCoreProc:
     config = EngineConfig.from_json(life.config)
-    life.report_phase("load", 0.0)
     runner = make_runner(config, life.report_phase)
     life.report_phase("bind", 0.0)
     return EngineCoreProc(

@@ -1,6 +1,6 @@
 """The engine's settings: one frozen dataclass, resolved once at start. Names follow vLLM's. Knows no torch.
 
-jsonargparse turns the same class into command line flags, YAML, environment variables and `--print_config`.
+The same class is command line flags, YAML, environment variables and `--print_config` (frontend/cli_parser.py).
 A rank's copy is `dataclasses.replace(config, ...)`; nothing writes to a config later.
 """
 
@@ -106,9 +106,9 @@ class EngineConfig:
     data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for name, kind in _KINDS.items():
-            if not _is_a(getattr(self, name), kind):
-                raise ConfigError(f"{name} must be {_in_words(kind)}, not {shown(getattr(self, name))}")
+        for name in _KINDS:
+            if words := fault(name, getattr(self, name)):
+                raise ConfigError(f"{name} {words}")
         for name, most in MOST.items():
             if (getattr(self, name) or 0) > most:
                 raise ConfigError(f"{name} must be at most {most}, not {shown(getattr(self, name))}")
@@ -160,6 +160,12 @@ class EngineConfig:
 
 
 _KINDS = get_type_hints(EngineConfig)
+
+
+def fault(name: str, value: Any) -> str | None:
+    """What is wrong with the kind of a setting's value, None for nothing."""
+    kind = _KINDS[name]
+    return None if _is_a(value, kind) else f"must be {_in_words(kind)}, not {shown(value)}"
 
 
 def _is_a(value: Any, kind: Any) -> bool:

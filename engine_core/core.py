@@ -115,10 +115,12 @@ class EngineCore:
             if request is not None:
                 self.life.end(request, FinishReason.ABORT)
 
-    def abort_client(self, client: bytes) -> None:
-        """A client is gone: end its requests and tell nobody."""
-        for request in list(self.life.by_client.get(client, {}).values()):
+    def abort_client(self, client: bytes) -> int:
+        """A client is gone: end its requests and tell nobody. Returns how many there were."""
+        requests = list(self.life.by_client.get(client, {}).values())
+        for request in requests:
             self.life.close(request)
+        return len(requests)
 
     def abort_all(self, code: str, message: str) -> None:
         """End everything with an error; the next `step` hands the ends out."""

@@ -13,7 +13,7 @@ def make_runner(config: EngineConfig, progress: Callable[[str, float], None]) ->
     """Load `config.model`.
 
     Args:
-        progress: called as progress(phase, fraction) with phases "fetch", "load", "kv_cache".
+        progress: called as progress(phase, fraction) with phases "fetch", "import", "load", "kv_cache".
 
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
@@ -28,6 +28,7 @@ def make_runner(config: EngineConfig, progress: Callable[[str, float], None]) ->
     # frontend needs: on two busy cores steps then took five to ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     source = open_model(config.model, progress)  # what is wrong with the files shows before torch is imported
+    progress("import", 0.0)
     from wavecore.engine_core.loader import load_runner
 
     return load_runner(config, source, progress)

@@ -98,10 +98,12 @@ class Outputs:
 
 
 def logprob_frames(values: RowLogprobs) -> list[TensorFrame]:
+    """In the order in which a client reads them: ids, log-probabilities, ranks."""
     return [frame("int32", values.token_ids), frame("float32", values.logprobs), frame("int32", values.ranks)]
 
 
 def join_logprobs(parts: list[RowLogprobs]) -> RowLogprobs:
+    """Those of consecutive positions as one."""
     return RowLogprobs(
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.logprobs for part in parts]),
@@ -110,6 +112,7 @@ def join_logprobs(parts: list[RowLogprobs]) -> RowLogprobs:
 
 
 def frame(dtype: str, array: npt.NDArray[Any]) -> TensorFrame:
+    """A copy of the array for the wire, as `dtype`."""
     return TensorFrame(dtype, array.shape, array.astype(dtype, copy=False).tobytes())
 
 

@@ -172,7 +172,9 @@ class EngineCoreProc:
             case AbortIn():
                 self.core.abort(item.client, item.handles)
             case ClientGone():
-                self.core.abort_client(item.client)
+                ended = self.core.abort_client(item.client)
+                if ended and item.reason:
+                    log.warning("%d requests of client %s end: %s", ended, item.client.hex()[:8], item.reason)
             case UtilityIn():
                 self._call(item)
             case StopIn():

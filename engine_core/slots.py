@@ -100,9 +100,8 @@ class Slots:
         self.live[slot] = self.runs[slot] = False
         self.free.append(slot)
         width = self.stop_ids.shape[1]
-        if (
-            width > FEW_STOP_IDS and len(request.stop_ids) == width
-        ):  # steps compare all columns: drop those of a rare one
+        # Steps compare all columns: those of a request with rarely many go with it.
+        if width > FEW_STOP_IDS and len(request.stop_ids) == width:
             width = max((len(other.stop_ids) for other in self.requests if other is not None), default=1)
             self.stop_ids = self.stop_ids[:, : max(width, FEW_STOP_IDS)].copy()
 

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
 
+from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.frontend.embeddings import EMBEDDING_PARAMS, pooled
 from wavecore.frontend.mailbox import Mailbox, OutputKind
@@ -19,7 +20,7 @@ from wavecore.frontend.service import Service, start_beside_loop
 from wavecore.frontend.text import Tokenizer
 from wavecore.frontend.vllm_names import engine_config, refuse_method
 from wavecore.frontend.wakers import LoopWaker
-from wavecore.transport.errors import ValidationError
+from wavecore.transport.errors import ConfigError, ValidationError
 
 LONG_TEXT = 20_000  # characters; encoding more would hold the event loop up for milliseconds
 
@@ -35,9 +36,16 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path = "default", **settings: Any) -> None:
-        config = engine_config({"model": str(model), **settings})
-        with StartBar(config.disable_tqdm) as bar:
-            self._attach(Service.start(config, bar))
+        self._start(engine_config({"model": str(model), **settings}))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """The same from a whole config."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    from_engine_args = from_config  # vLLM's name
 
     @classmethod
     async def start(cls, model: str | Path = "default", **settings: Any) -> Self:
@@ -54,6 +62,12 @@ class AsyncLLM:
         llm = cls.__new__(cls)
         llm._attach(Service(Path(runtime_dir), None, timeout))
         return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(f"config must be an EngineConfig, not {type(config).__name__}")
+        with StartBar(config.disable_tqdm) as bar:
+            self._attach(Service.start(config, bar))
 
     def _attach(self, service: Service) -> None:
         self._service = service

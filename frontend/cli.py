@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 usage or a setting, 3 a resource (port, memory), 4 the mod
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"wavecore {VERSION}")
         return 0
     if name not in COMMANDS:
-        print(f"wavecore: {name}: {REFUSED.get(name, 'no such command')}\n\n{_help()}", file=sys.stderr)
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        unknown = f"no such command; did you mean {close[0]}?" if close else "no such command"
+        print(f"wavecore: {name}: {REFUSED.get(name, unknown)}\n\n{_help()}", file=sys.stderr)
         return 2
     try:
         code: int = import_module(f"wavecore.{COMMANDS[name][0]}").run(args[1:])
@@ -57,7 +60,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _help() -> str:
     lines = [f"  {name:<10}{about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(["usage: wavecore COMMAND ...", "", *lines, "", "`wavecore COMMAND --help` shows all settings."])
+    where = "`wavecore engine --help` explains the engine's settings, `wavecore COMMAND --help` a command's options."
+    return "\n".join(["usage: wavecore COMMAND ...", "", *lines, "", where])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from wavecore.frontend.cli_parser import CommandParser
 from wavecore.frontend.llm import LLM
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.workload import WorkItem, percentile, random_work, read_work
+from wavecore.transport.errors import ValidationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ def run(args: Sequence[str]) -> int:
                 values.workload_seed,
             )
         )
+        if not work:
+            raise ValidationError("workload", "holds no requests")
         measure(llm, [WorkItem(item.prompt, 2) for item in work[:4]])  # warm-up
         report = min((measure(llm, work) for _ in range(max(1, values.repeats))), key=lambda r: r.seconds)
     print("\n".join(report.lines()))

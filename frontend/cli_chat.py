@@ -21,6 +21,7 @@ def run(args: Sequence[str]) -> int:
     add_input(parser)
     add_sampling(parser, max_tokens=1024)
     values = parser.parse(model_as_flag(args))
+    sampling(values)  # a bad value is told before an engine is started
     with open_llm(values) as llm:
         if llm.get_tokenizer().chat_template is None:
             raise NotSupportedError("this model has no chat template; use `wavecore generate --raw PROMPT`")
@@ -44,8 +45,11 @@ def _turn(llm: LLM, history: list[dict[str, Any]], line: str, values: Namespace)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return history
-    except EngineDead:
-        raise
+    except EngineDead as error:
+        if not llm.has_engine():
+            raise
+        print(f"\n{error}; it is being restarted, ask again", file=sys.stderr)
+        return history
     except WavecoreError as error:  # too long a conversation, say: the next line may do better
         print(f"{error}; /reset forgets the conversation", file=sys.stderr)
         return history

@@ -18,21 +18,19 @@ from wavecore.transport.errors import ValidationError
 
 
 def run(args: Sequence[str]) -> int:
-    parser = CommandParser("generate", "PROMPT", "Answers one prompt and streams the answer.")
+    parser = CommandParser("generate", "PROMPT", "Answers one prompt; - reads standard input.", words=["prompt"])
     add_input(parser)
-    parser.options.add_argument(
-        "prompt", type=str, nargs="?", default="", help="what to answer; - reads standard input"
-    )
     parser.switch("raw", "continue the prompt as it is, without the chat template")
     add_sampling(parser, max_tokens=256)
     values = parser.parse(args)
     text = sys.stdin.read() if values.prompt == "-" else values.prompt
     if not text:
         raise ValidationError("prompt", 'is empty; try: wavecore generate "What is the capital of France?"')
+    params = sampling(values)  # a bad value is told before an engine is started
     with open_llm(values) as llm:
         chat = not values.raw and llm.get_tokenizer().chat_template is not None
         prompt = chat_prompt(llm, [*system_message(values), {"role": "user", "content": text}]) if chat else text
-        answer = stream_answer(llm, prompt, sampling(values))
+        answer = stream_answer(llm, prompt, params)
     print(answer.summary, file=sys.stderr)
     return 0
 

@@ -1,7 +1,8 @@
 """EngineClient: requests to engines and their outputs back, over any death of an engine. Knows no text.
 
 Each request ends exactly once. When a life of an engine is over, a request without a token goes once to a living
-engine, or waits for the restarted one; one with tokens fails with the cause (or goes on, with `resume`).
+engine, or waits for the restarted one; one with tokens fails with the cause (or goes on, with `resume`). A request
+that is submitted while an engine is being restarted waits as well.
 
 Threads: user threads call in, the pump's IO thread calls `_on_event`, the timer's thread watches broken connections.
 One lock guards all state; nothing blocks under it.
@@ -62,6 +63,7 @@ class EngineClient:
         self._closed = ""  # why nothing can be sent any more
         self._refused: Overloaded | None = None  # an engine would not take this client
         self._sweeping = False  # a look at the deadlines is scheduled
+        self._hoping = False  # a look at whether an engine will come back is scheduled
         self._owner = os.getpid()
         self._timer = Timer("wavecore-client-watch")
         self._pump = ClientPump(self._on_event, version=version)
@@ -79,14 +81,18 @@ class EngineClient:
     def submit(self, mailbox: Mailbox) -> None:
         """Send a request. Its outputs, and its end whatever happens, arrive in the mailbox.
 
+        While an engine is being restarted the request waits for it, within its own deadlines.
+
         Raises:
-            EngineDead: no engine lives; with the cause.
+            EngineDead: no engine lives or will; with the cause.
             Overloaded, MessageTooLarge: it cannot be sent.
         """
+        hope = self.has_hope()  # may read a file: not under the lock
         with self._lock:
             self._check_open()
-            self._requests.submit(mailbox)
-            if mailbox.request.timeout is not None and not self._sweeping:
+            if self._requests.submit(mailbox, hope):
+                self._watch_hope()
+            if mailbox.request.has_deadline and not self._sweeping:
                 self._sweeping = True
                 self._timer.schedule(SWEEP_SECONDS, self._check_deadlines)
 
@@ -130,6 +136,10 @@ class EngineClient:
             self._check_open()
             if not any(link.state is LinkState.UP for link in self._links.values()):
                 raise self._requests.no_engine()
+
+    def has_hope(self) -> bool:
+        """Whether an engine takes requests, or is being started again and will."""
+        return bool(self.engines) or self._has_hope()
 
     @property
     def engines(self) -> list[int]:
@@ -176,7 +186,9 @@ class EngineClient:
             if event.code == Overloaded.code:  # it takes no more clients, and lives on for those that it has
                 with self._changed:
                     self._refused = Overloaded(f"engine {index}: {event.message}")
+                    touched = self._requests.fail_waiting(self._refused)
                     self._changed.notify_all()
+                wake(touched)
                 return
             self._down(link, EngineDead(f"engine {index} ended in phase {event.phase}: {event.message}"), link.epoch)
         elif isinstance(event, Disconnected):
@@ -215,13 +227,13 @@ class EngineClient:
             self._requests.abort_all_at(link)  # for an engine that lives behind a broken connection
             link.state = state
             touched = self._requests.lose(link, error, everything=True)
-            waiting = self._requests.num_waiting
+            if self._requests.num_waiting:
+                self._watch_hope()
             self._changed.notify_all()
-        logger.warning("%s", error)
+        # Whoever is concerned gets it as an exception, and the supervisor logs it; a third time would only alarm.
+        logger.log(logging.DEBUG if touched else logging.INFO, "%s", error)
         wake(touched)
         self._calls.fail(link.index, error)
-        if waiting:
-            self._timer.schedule(0.1, self._check_hope)
         self._timer.schedule(FOLLOW_SECONDS, lambda: self._follow(link))
 
     # --- the timer's thread --------------------------------------------------------------------------------------
@@ -255,16 +267,20 @@ class EngineClient:
         if any(entry.state in ALIVE for entry in found.engines):
             self._timer.schedule(FOLLOW_SECONDS, lambda: self._follow(link))
 
+    def _watch_hope(self, delay: float = 0.1) -> None:
+        """Under the lock: look soon whether what waits for an engine still may."""
+        if not self._hoping:
+            self._hoping = True
+            self._timer.schedule(delay, self._check_hope)
+
     def _check_hope(self) -> None:
         """While requests wait for an engine: fail them when none will come back."""
+        hope = self._has_hope()
         with self._lock:
-            if self._closed or not self._requests.num_waiting:
-                return
-        if self._has_hope():
-            self._timer.schedule(0.25, self._check_hope)
-            return
-        with self._lock:
-            touched = self._requests.fail_waiting()
+            self._hoping = False
+            touched = [] if hope or self._closed else self._requests.fail_waiting()
+            if not self._closed and self._requests.num_waiting:
+                self._watch_hope(0.25)
         wake(touched)
 
     def _has_hope(self) -> bool:

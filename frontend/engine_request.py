@@ -47,6 +47,10 @@ class EngineRequest:
         return None if value is None else float(value)
 
     @property
+    def has_deadline(self) -> bool:
+        return not DEADLINES.isdisjoint(self.options)
+
+    @property
     def cost(self) -> int:
         """Tokens that an engine may have to compute for it, for choosing the least loaded engine."""
         return len(self.prompt) + self.params.n * (self.params.max_tokens or 0)

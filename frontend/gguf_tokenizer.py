@@ -31,7 +31,9 @@ def tokenizer_from_gguf(path: str, metadata: Mapping[str, Any]) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str) for t in tokens):
-        raise ModelError(f"{path} holds no tokenizer; give one with tokenizer=FOLDER or skip_tokenizer_init=True")
+        raise ModelError(
+            f"{path} has no tokenizer; give tokenizer=FOLDER (--tokenizer FOLDER) or skip_tokenizer_init=True"
+        )
     if types is None:
         types = [1] * len(tokens)
     if not isinstance(types, list) or len(types) != len(tokens):
@@ -41,7 +43,9 @@ def tokenizer_from_gguf(path: str, metadata: Mapping[str, Any]) -> Tokenizer:
     elif kind == "llama":
         tokenizer = _sentencepiece(path, tokens, types, metadata)
     else:
-        raise NotSupportedError(f"{path}: tokenizer kind {kind!r}; give the original one with tokenizer=FOLDER")
+        raise NotSupportedError(
+            f"{path}: tokenizer kind {kind!r}; give the original one with tokenizer=FOLDER (--tokenizer FOLDER)"
+        )
     for token, number in zip(tokens, types, strict=True):
         if number == CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
@@ -80,7 +84,9 @@ def _split(path: str, name: str) -> pre_tokenizers.PreTokenizer:
         "deepseek-r1-qwen": _QWEN2,
     }
     if name not in patterns:
-        raise NotSupportedError(f"{path}: pre-tokenizer {name!r}; give the original tokenizer with tokenizer=FOLDER")
+        raise NotSupportedError(
+            f"{path}: pre-tokenizer {name!r}; give the original tokenizer with tokenizer=FOLDER (--tokenizer FOLDER)"
+        )
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(patterns[name]), behavior="isolated"),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from wavecore.frontend.engine_link import Balancer, EngineLink, LinkState
+from wavecore.frontend.engine_request import DEADLINES
 from wavecore.frontend.mailbox import Mailbox
 from wavecore.transport.client_pump import ClientPump
 from wavecore.transport.errors import EngineDead, RequestError, RequestTimeout, WavecoreError
@@ -39,8 +40,8 @@ class Flight:
         session: the connection it was sent over.
         handles: handle -> choice, of choices that still run.
         sent_again: how often.
-        lost_by: why it waits.
-        started: monotonic time when it was sent first.
+        lost_by: the death that it was sent again for.
+        started: monotonic time when it was submitted.
     """
 
     mailbox: Mailbox
@@ -54,8 +55,11 @@ class Flight:
     @property
     def deadline(self) -> float:
         """Monotonic time when the client gives up on it."""
-        timeout = self.mailbox.request.timeout
-        return math.inf if timeout is None else self.started + timeout + GRACE_SECONDS
+        request = self.mailbox.request
+        if self.link is None:  # no engine counts its time
+            names = {"timeout"} if self.mailbox.has_tokens else DEADLINES
+            return self.started + min((request.options[n] for n in names & request.options.keys()), default=math.inf)
+        return math.inf if request.timeout is None else self.started + request.timeout + GRACE_SECONDS
 
 
 class InFlight:
@@ -74,19 +78,27 @@ class InFlight:
 
     # --- a request's way -----------------------------------------------------------------------------------------
 
-    def submit(self, mailbox: Mailbox) -> None:
-        """Send a request to the least loaded engine.
+    def submit(self, mailbox: Mailbox, hope: bool) -> bool:
+        """Send a request to the least loaded engine, or let it wait for one.
+
+        Args:
+            hope: an engine will come back where none is up.
+
+        Returns:
+            Whether it waits.
 
         Raises:
-            EngineDead: no engine lives.
+            EngineDead: no engine lives or will.
             Overloaded, MessageTooLarge: it cannot be sent.
         """
         link = self._balancer.choose(self._links)
-        if link is None:
+        if link is None and not hope:
             raise self.no_engine()
         flight = Flight(mailbox)
-        self._send(flight, link, [])
+        if link is not None:
+            self._send(flight, link, [], 0.0)
         self._flights[mailbox] = flight
+        return link is None
 
     def deliver(self, link: EngineLink, step: Step) -> list[Mailbox]:
         """Hand the rows of a step to their mailboxes."""
@@ -162,7 +174,7 @@ class InFlight:
             if link is None:
                 break
             try:
-                self._send(flight, link, flight.mailbox.emitted)
+                self._send(flight, link, flight.mailbox.emitted, time.monotonic() - flight.started)
             except WavecoreError as refused:
                 touched += self._fail(flight, refused)
         return touched
@@ -171,16 +183,16 @@ class InFlight:
     def num_waiting(self) -> int:
         return sum(f.link is None for f in self._flights.values())
 
-    def fail_waiting(self) -> list[Mailbox]:
-        """No engine will come back."""
+    def fail_waiting(self, error: WavecoreError | None = None) -> list[Mailbox]:
+        """No engine will come back, or it takes nothing of this client."""
         touched: list[Mailbox] = []
         for flight in [f for f in self._flights.values() if f.link is None]:
-            touched += self._fail(flight, flight.lost_by or self.no_engine())
+            touched += self._fail(flight, error or flight.lost_by or self.no_engine())
         return touched
 
     @property
     def have_deadlines(self) -> bool:
-        return any(f.deadline < math.inf for f in self._flights.values())
+        return any(f.mailbox.request.has_deadline for f in self._flights.values())
 
     def fail_overdue(self) -> list[Mailbox]:
         """The second level of deadlines: an engine ends a request in time; this is for an engine that says nothing."""
@@ -188,7 +200,8 @@ class InFlight:
         touched: list[Mailbox] = []
         for flight in [f for f in self._flights.values() if f.deadline < now]:
             self._abort_at_engine(flight)
-            text = f"request {flight.mailbox.request.request_id}: its timeout passed and the engine said nothing"
+            silent = "the engine said nothing" if flight.link else f"no engine was up to take it: {self.no_engine()}"
+            text = f"request {flight.mailbox.request.request_id}: its timeout passed and {silent}"
             touched += self._fail(flight, RequestTimeout(text))
         return touched
 
@@ -199,12 +212,11 @@ class InFlight:
 
     # --- bookkeeping ---------------------------------------------------------------------------------------------
 
-    def _send(self, flight: Flight, link: EngineLink, emitted: list[int]) -> None:
+    def _send(self, flight: Flight, link: EngineLink, emitted: list[int], elapsed: float) -> None:
         mailbox, request = flight.mailbox, flight.mailbox.request
         if self._next_handle + request.params.n > MAX_HANDLE:
             self._next_handle = 1
         first = self._next_handle
-        elapsed = time.monotonic() - flight.started if flight.sent_again else 0.0
         flight.session = self._pump.send(link.index, request.message(first, emitted, mailbox.seed, elapsed))
         self._next_handle += request.params.n
         flight.link = link

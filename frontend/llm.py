@@ -21,7 +21,7 @@ from wavecore.frontend.prompts import Prompt, PromptType, as_prompt, as_prompts
 from wavecore.frontend.service import Service
 from wavecore.frontend.text import Tokenizer
 from wavecore.frontend.vllm_names import engine_config, refuse_method
-from wavecore.transport.errors import NotSupportedError, ValidationError
+from wavecore.transport.errors import ConfigError, NotSupportedError, ValidationError
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
@@ -56,6 +56,8 @@ class LLM:
         llm._start(config)
         return llm
 
+    from_engine_args = from_config  # vLLM's name
+
     @classmethod
     def connect(cls, runtime_dir: str | Path, timeout: float = 30.0) -> Self:
         """Attach to a running engine; `shutdown` only lets go of it."""
@@ -64,6 +66,8 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(f"config must be an EngineConfig, not {type(config).__name__}")
         with StartBar(config.disable_tqdm) as bar:
             self._attach(Service.start(config, bar))
 
@@ -244,6 +248,10 @@ class LLM:
     def step_stats(self) -> list[dict[str, Any]]:
         """Counters of each engine since its start: steps, tokens, seconds in each phase of a step."""
         return debug.step_stats(self._service.client)
+
+    def has_engine(self) -> bool:
+        """Whether an engine takes requests, or is being started again and will."""
+        return self._service.client.has_hope()
 
     def shutdown(self) -> None:
         """End the engine (or let go of an attached one). Idempotent; requests that run fail."""

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm.std import tqdm
 
 from wavecore.frontend.outputs import RequestOutput
+
+if find_spec("ipywidgets") is not None:  # without it tqdm.auto warns in a notebook, and is no better elsewhere
+    from tqdm.auto import tqdm
+
+# Phases of a start in their order: in words, and the percent at which each begins and ends. A start may leave some out.
+PHASES = {
+    "fetch": ("fetching the model", 2, 20),
+    "import": ("importing torch", 20, 40),
+    "load": ("loading weights", 40, 85),
+    "kv_cache": ("sizing the KV cache", 85, 97),
+    "bind": ("binding", 97, 100),
+}
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
@@ -21,10 +34,16 @@ def _hidden() -> bool:
 
 
 class StartBar:
-    """Phases of engines that start, one bar. Use as a context manager; call it as a supervisor's `progress`."""
+    """A start as one bar that only grows. Use as a context manager; call it as a supervisor's `progress`."""
 
     def __init__(self, disable: bool) -> None:
-        self._bar = _Bar(total=100, desc="starting the engine", unit="%", disable=disable or _hidden(), leave=False)
+        self._bar = _Bar(
+            total=100,
+            desc="starting the engine",
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}",
+            disable=disable or _hidden(),
+            leave=False,
+        )
 
     def __enter__(self) -> StartBar:
         return self
@@ -35,9 +54,10 @@ class StartBar:
     def close(self) -> None:
         self._bar.close()
 
-    def __call__(self, engine: int, phase: str, fraction: float) -> None:
-        self._bar.set_description(f"engine {engine}: {phase}", refresh=False)
-        self._bar.n = round(100 * fraction)
+    def __call__(self, _engine: int, phase: str, fraction: float) -> None:
+        words, begin, end = PHASES.get(phase, (phase, 0, 0))
+        self._bar.set_description_str(words, refresh=False)
+        self._bar.n = max(self._bar.n, round(begin + (end - begin) * fraction))
         self._bar.refresh()
 
 

@@ -63,14 +63,12 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     """A list from what `LLM.generate` accepts: one prompt or a list of prompts of any form.
 
     Raises:
-        ValidationError: nothing there, or a malformed prompt.
+        ValidationError: no prompts, or a malformed one.
     """
     if isinstance(prompts, str | Mapping) or _are_ids(prompts):
         return [as_prompt(prompts)]
     if not isinstance(prompts, Sequence):
         raise ValidationError("prompts", f"must be a prompt or a list of prompts, not {type(prompts).__name__}")
-    if not prompts:
-        raise ValidationError("prompts", "must hold at least one prompt")
     return [as_prompt(p) for p in prompts]
 
 

@@ -127,7 +127,7 @@ class Service:
         if self.tokenizer is None:
             raise NotSupportedError(
                 f"{what} needs a tokenizer, and there is none here (skip_tokenizer_init, or a scripted model): "
-                'give {"prompt_token_ids": [...]}, or tokenizer=FOLDER at start'
+                'give {"prompt_token_ids": [...]}, or tokenizer=FOLDER (--tokenizer FOLDER) at start'
             )
         return self.tokenizer
 

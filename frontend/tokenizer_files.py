@@ -85,7 +85,9 @@ def _from_transformers(folder: Path, config: Mapping[str, Any]) -> tokenizers.To
     if "auto_map" in config:
         raise ModelError(f"{folder}: its tokenizer is code that came with the model (auto_map), which is never run")
     if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
-        raise ModelError(f"{folder} holds no tokenizer; give one with tokenizer=FOLDER or skip_tokenizer_init=True")
+        raise ModelError(
+            f"{folder} has no tokenizer; give tokenizer=FOLDER (--tokenizer FOLDER) or skip_tokenizer_init=True"
+        )
     from transformers import AutoTokenizer
 
     try:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from wavecore.engine_core import custom_ops
-from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.config import EngineConfig, fault
 from wavecore.transport.errors import ConfigError, NotSupportedError
 
 # vLLM's (or SGLang's) spelling -> ours
@@ -23,6 +27,7 @@ RENAMED = {
     "model_path": "model",
     "scheduler_policy": "scheduling_policy",
 }
+ENVIRONMENT = "WAVECORE_"
 DTYPES = {"half": "float16", "float": "float32"}
 # Settings of vLLM that may be given with a value that asks for nothing: name -> those values
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
@@ -76,6 +81,9 @@ METHODS = {
     "collective_rpc": "code is never sent to an engine",
     "apply_model": "code is never sent to an engine",
     "llm_engine": "LLM and AsyncLLM are the whole interface; see connect() for other processes",
+    "get_metrics": "use step_stats() of LLM, or log_stats=True",
+    "is_sleeping": "an engine never sleeps; use shutdown() and a new LLM",
+    "set_tokenizer": "give tokenizer=FOLDER at start",
     "start_profile": "run the engine under a profiler instead",
     "stop_profile": "run the engine under a profiler instead",
 }
@@ -84,20 +92,21 @@ CLASSES = {
     "LLMEngine": "use LLM",
     "EngineArgs": "use EngineConfig, or keywords of LLM",
     "AsyncEngineArgs": "use EngineConfig, or keywords of AsyncLLM",
+    "RequestOutputKind": 'use OutputKind, as output_kind="delta", "cumulative" or "final" of AsyncLLM.generate',
     "PoolingParams": "use keywords of LLM.embed",
     "BeamSearchParams": "beam search is not supported",
 }
 
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    """EngineConfig from keywords, vLLM's names included.
+    """EngineConfig from keywords, vLLM's names included; `WAVECORE_<SETTING>` where there is none.
 
     Raises:
         NotSupportedError: a setting of vLLM that this engine lacks; with the way out.
         ConfigError: an unknown or impossible setting.
     """
     known = {f.name for f in fields(EngineConfig)}
-    settings: dict[str, Any] = {}
+    settings = from_environment()
     for given, value in values.items():
         name = RENAMED.get(given, given)
         if name in known:
@@ -110,6 +119,52 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
         settings["custom_ops"] = {**custom_ops.registered, **(settings.get("custom_ops") or {})}
     plain: dict[str, Any] = {name: str(v) if isinstance(v, Path) else v for name, v in settings.items()}
     return EngineConfig(**plain)
+
+
+def from_environment() -> dict[str, Any]:
+    """Settings that variables named WAVECORE_<SETTING> give; an empty one means "not set".
+
+    Raises:
+        ConfigError: naming the variable.
+    """
+    variables = {f.name: ENVIRONMENT + f.name.upper() for f in fields(EngineConfig)}
+    return {
+        name: checked(name, typed(name, text), f"{variable} in the environment")
+        for name, variable in variables.items()
+        if (text := os.environ.get(variable))
+    }
+
+
+def typed(name: str, text: str) -> Any:
+    """The value that a setting's text stands for; the text itself where it stands for none."""
+    if fault(name, None) is None and text.lower() in ("null", "none"):
+        return None
+    if fault(name, text) is None:
+        return text
+    value = plain(text)
+    with contextlib.suppress(ValueError):  # 1e9, a text by YAML's rules
+        value = float(text) if isinstance(value, str) and fault(name, 0.5) is None else value
+    return value
+
+
+def plain(text: str) -> Any:
+    """What a text says as YAML; itself where it is none."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def checked(name: str, value: Any, where: str) -> Any:
+    """A setting's value, with vLLM's names of dtypes.
+
+    Raises:
+        ConfigError: of the wrong kind; says `where` it came from.
+    """
+    value = DTYPES.get(value, value) if name == "dtype" and isinstance(value, str) else value
+    if words := fault(name, value):
+        raise ConfigError(f"{where} {words}")
+    return value
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:

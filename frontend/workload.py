@@ -47,6 +47,8 @@ def read_work(path: str) -> list[WorkItem]:
     """
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(rows, list) or not rows:
+            raise ValueError("the file holds no list, or an empty one")
         return [_item(row) for row in rows]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValidationError("workload", f"{path} is no list of requests: {error!r:.200}") from error

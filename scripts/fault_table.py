@@ -1,4 +1,4 @@
-"""Writes docs/faults.md, "what happens when ...", and its headlines in README.md from the docstrings of the fault tests.
+"""Writes docs/faults.md, "what happens when ...", and its headlines in README.md from the fault tests' docstrings.
 
     python scripts/fault_table.py
 

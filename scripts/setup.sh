@@ -15,7 +15,7 @@ python=${PYTHON:-python3}
     exit 2
 }
 [[ -x .venv/bin/python ]] || "$python" -m venv .venv
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
+pip=(.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt)
 
 # Without an NVIDIA GPU the CPU build of torch saves gigabytes. It lives on PyTorch's own index, which may be out of
 # reach: ask it briefly, and let the default index serve torch otherwise.
@@ -29,6 +29,6 @@ PY
         "${pip[@]}" --index-url "$cpu_index" --no-deps torch || true  # the next line brings its dependencies
     fi
 fi
-echo "installing wavecore and its dependencies ..."
+echo "installing wavecore and its dependencies into .venv (2 GB with torch; a minute or more) ..."
 "${pip[@]}" --editable ".${extra:+[$extra]}"
 printf '%s' "$want" >"$stamp"

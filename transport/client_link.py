@@ -27,6 +27,7 @@ from wavecore.transport.errors import EngineDead, MessageTooLarge, Overloaded, P
 from wavecore.transport.messages import (
     Abort,
     Add,
+    Bye,
     Dead,
     Gone,
     Heartbeat,
@@ -73,12 +74,16 @@ Event = Ready | Step | Result | Heartbeat | Dead | Disconnected | Reconnected | 
 
 @dataclass(frozen=True, slots=True)
 class Session:
+    """One client in one life of an engine; `client` names it on the wire."""
+
     client: bytes
     epoch: bytes
     outbox: Outbox
 
 
 class ClientLink:
+    """Connects at once and for ever; `emit` gets the events, in the IO thread."""
+
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
@@ -111,6 +116,10 @@ class ClientLink:
         self.blocked = False  # PUSH did not take a message: wait for POLLOUT
 
     def close(self, linger_ms: int = 0) -> None:
+        """Give the sockets back. With time to linger the engine hears that the client left on purpose."""
+        session = self._present()
+        if linger_ms and self._up and session is not None:
+            _send(self.dealer, encode(Bye(session.epoch, session.outbox.last_number)))
         self.monitor.close()
         self.push.close(linger_ms)
         self.dealer.close(linger_ms)
@@ -226,7 +235,7 @@ class ClientLink:
             self._emit(message)
             return False
         if session is None or getattr(message, "epoch", None) != session.epoch:
-            self._complaints.add("message of another session", type(message).__name__)
+            self._complaints.excuse("message of another session", self._identity)
             return False
         self._silent_ticks = 0
         if not self._up:

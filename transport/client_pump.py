@@ -25,6 +25,7 @@ from wavecore.transport.sockets import Waker, check_address, make_context
 __all__ = ["ClientPump", "Disconnected", "Event", "Failed", "Reconnected"]
 
 TICK_SECONDS = 1.0
+LINGER_MS = 500  # for what was sent last, when the engine can still be reached
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class ClientPump:
             links = self._living()
             self._links = {}
             for link in links:
-                link.close(linger_ms=500)
+                link.close(LINGER_MS)
             self._context.term()
             self._waker.close()
 
@@ -163,7 +164,7 @@ class ClientPump:
     def _disconnect(self, index: int) -> None:
         link = self._links.pop(index, None)
         if link is not None:
-            link.close()
+            link.close(LINGER_MS)
 
     def _emit(self, index: int, event: Event) -> None:
         try:

@@ -45,6 +45,8 @@ class Limits:
 
 
 class ClientState:
+    """Used by the output thread only; bounded by `Limits`."""
+
     def __init__(self, epoch: bytes, limits: Limits) -> None:
         self._epoch = epoch
         self._limits = limits
@@ -57,6 +59,7 @@ class ClientState:
         self._absent_ticks = 0
         self._stalled_ticks = 0
         self.connected = True  # as far as the last message to it told
+        self.leaving = False  # it said goodbye
 
     @property
     def last_number(self) -> int:

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 
 LOG_SECONDS = 10.0
+NORMAL_SECONDS = 5.0  # a peer sends a whole window again before it hears that the engine is another life
+MAX_PEERS = 1000
 
 
 class Complaints:
@@ -15,7 +17,22 @@ class Complaints:
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._quiet_until: dict[str, float] = {}
+        self._since: dict[tuple[str, bytes], float] = {}  # of `excuse`; the oldest is forgotten first
         self.counts: Counter[str] = Counter()
+
+    def excuse(self, kind: str, peer: bytes) -> None:
+        """Count one that is normal for a short while, after a restart say; it is a complaint when it goes on."""
+        now = time.monotonic()
+        if (kind, peer) not in self._since:
+            if len(self._since) >= MAX_PEERS:
+                del self._since[next(iter(self._since))]
+            self._since[kind, peer] = now
+            self._log.debug("%s: client %s", kind, peer.hex()[:8])
+        seconds = now - self._since[kind, peer]
+        if seconds < NORMAL_SECONDS:
+            self.counts[kind] += 1
+        else:
+            self.add(kind, f"client {peer.hex()[:8]}, for {seconds:.0f} s by now")
 
     def add(self, kind: str, detail: object) -> None:
         """Count one; `kind` is one of a few fixed words."""

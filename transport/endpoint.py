@@ -41,7 +41,8 @@ class Endpoint:
 
     Raises:
         ConfigError: a bad address.
-        StartError: it cannot be bound, or the CURVE self-test failed.
+        ResourceError: the port is taken, or the process has no descriptor left.
+        StartError: it cannot be bound for another reason, or the CURVE self-test failed.
     """
 
     def __init__(self, kind: int, address: str, curve: CurveServer | None) -> None:

@@ -68,7 +68,7 @@ class InputPump:
         input_queue: gets AddIn, AbortIn, UtilityIn, PumpFailed.
 
     Raises:
-        StartError, ConfigError: the address cannot be bound.
+        ConfigError, ResourceError, StartError: the address cannot be bound.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class InputPump:
         """The session, if it lives and this is its next message, which then counts as received."""
         session = self._output.sessions.get(client)
         if session is None or epoch != self._output.epoch:
-            self._complaints.counts["message of another life or of no session"] += 1  # usual after a restart: no log
+            self._complaints.excuse("message of another life or of no session", client)
             return None
         if self._input_queue.qsize() >= MAX_QUEUED:
             # Not received: the sender keeps it and sends it again. Admission and the bound on calls keep ordinary

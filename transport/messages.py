@@ -40,7 +40,7 @@ class TensorFrame:
     """A tensor on the wire: header in the message, bytes in a frame of their own, never copied above 64 KiB.
 
     Attributes:
-        dtype: a name from `codec.DTYPES` ("float32", "bfloat16", "int32", ...).
+        dtype: a name from `tensors.DTYPES` ("float32", "bfloat16", "int32", ...).
         shape: at most 8 dimensions.
         buffer: C-contiguous bytes; its length equals the product of shape and item size.
     """
@@ -221,5 +221,15 @@ class Dead:
     traceback: str
 
 
-Numbered = Add | Abort | Utility | Step | Result
-Message = Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | Gone | Dead
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """Last word of a client: its requests end and the engine forgets it.
+
+    `sent` = highest number sent; over the other socket some of it may still be on its way.
+    """
+
+    epoch: bytes
+    sent: int
+
+
+Message = Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | Gone | Dead | Bye

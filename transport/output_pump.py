@@ -30,7 +30,7 @@ from wavecore.transport.complaints import Complaints
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.delivery import Inbox
 from wavecore.transport.errors import Overloaded, ProtocolError, WavecoreError
-from wavecore.transport.messages import Columns, Dead, Gone, Heartbeat, Hello, Ping, Ready, TensorFrame
+from wavecore.transport.messages import Bye, Columns, Dead, Gone, Heartbeat, Hello, Ping, Ready, TensorFrame
 from wavecore.transport.router import Router, Sent
 from wavecore.transport.sockets import Waker
 
@@ -54,9 +54,14 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
-    """In the input queue: abort every request of this client. May come more than once."""
+    """In the input queue: abort every request of this client. May come more than once.
+
+    Attributes:
+        reason: why it was dropped; empty where it left by itself.
+    """
 
     client: bytes
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class OutputPump:
         curve: keys, for tcp.
 
     Raises:
-        StartError, ConfigError: the address cannot be bound.
+        ConfigError, ResourceError, StartError: the address cannot be bound.
     """
 
     def __init__(
@@ -197,7 +202,7 @@ class OutputPump:
             self._drained.set()
             if self._router.socket in ready:
                 for identity, message in self._router.receive():
-                    self._hello(identity) if isinstance(message, Hello) else self._ping(identity, message)
+                    self._handle(identity, message)
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + TICK_SECONDS
@@ -207,6 +212,14 @@ class OutputPump:
                 give_up = min(give_up, now + FLUSH_SECONDS)
                 if now >= give_up or not any(c.has_output and c.connected for c in self._clients.values()):
                     return
+
+    def _handle(self, identity: bytes, message: Hello | Ping | Bye) -> None:
+        if isinstance(message, Hello):
+            self._hello(identity)
+        elif isinstance(message, Ping):
+            self._ping(identity, message)
+        else:
+            self._bye(identity, message)
 
     def _hello(self, identity: bytes) -> None:
         if identity not in self._clients:
@@ -231,6 +244,15 @@ class OutputPump:
         except ProtocolError as error:
             self._complaints.add("bad frame on the output socket", error)
         self._dirty.add(identity)
+
+    def _bye(self, identity: bytes, bye: Bye) -> None:
+        client = self._clients.get(identity)
+        if client is None or bye.epoch != self.epoch:
+            return
+        if self.sessions[identity].inbox.seen >= bye.sent:
+            self._drop(identity, "")
+        else:  # until the next tick, for what is on its way
+            client.leaving = True
 
     def _put(self, outputs: Mapping[bytes, Columns], load: tuple[int, int, int]) -> None:
         for identity, columns in outputs.items():
@@ -258,12 +280,11 @@ class OutputPump:
             self._dirty.add(identity)
 
     def _drop(self, identity: bytes, reason: str) -> None:
-        client = self._clients.pop(identity)
-        level = logging.WARNING if client.has_output else logging.INFO  # it may just have left
-        log.log(level, "client %s is dropped and its requests end: %s", identity.hex()[:8], reason)
-        del self.sessions[identity]
+        """Forget a client. Whoever handles ClientGone knows whether anything is lost by it, and tells."""
+        log.debug("client %s is gone: %s", identity.hex()[:8], reason or "it left")
+        del self._clients[identity], self.sessions[identity]
         self._dirty.discard(identity)
-        self._input_queue.put(ClientGone(identity))
+        self._input_queue.put(ClientGone(identity, reason))
 
     def _broadcast(self, frames: Frames) -> None:
         self._flush()
@@ -283,7 +304,9 @@ class OutputPump:
     def _tick(self) -> None:
         for identity, client in list(self._clients.items()):
             self._heartbeat(identity, self.sessions[identity].inbox.seen, gap=False)
-            if reason := client.tick():
+            if client.leaving:
+                self._drop(identity, "")
+            elif reason := client.tick():
                 self._drop(identity, reason)
 
     def _flush(self) -> None:

@@ -12,7 +12,7 @@ from wavecore.transport.complaints import Complaints
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.endpoint import Endpoint
 from wavecore.transport.errors import ProtocolError
-from wavecore.transport.messages import Hello, Ping
+from wavecore.transport.messages import Bye, Hello, Ping
 
 BATCH = 1000  # messages before the outputs get their turn
 
@@ -33,7 +33,7 @@ class Router:
         self.socket = self.endpoint.socket
         self._complaints = complaints
 
-    def receive(self) -> Iterator[tuple[bytes, Hello | Ping]]:
+    def receive(self) -> Iterator[tuple[bytes, Hello | Ping | Bye]]:
         """What has arrived, with the identity of its sender; whatever breaks the protocol is dropped."""
         for _ in range(BATCH):
             try:
@@ -44,7 +44,7 @@ class Router:
                 message = decode([frame.buffer for frame in frames])
                 if len(identity.bytes) != 16:
                     raise ProtocolError("a client's identity must be 16 bytes")
-                if not isinstance(message, Hello | Ping):
+                if not isinstance(message, Hello | Ping | Bye):
                     raise ProtocolError(f"{type(message).__name__} on the output socket")
             except ProtocolError as error:
                 self._complaints.add("bad frame on the output socket", error)

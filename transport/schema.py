@@ -189,6 +189,7 @@ FIELDS: dict[type, dict[str, Kind]] = {
         "rank": _scalar(whole(-1, 1 << 20)),
         "traceback": _TEXT,
     },
+    messages.Bye: {"epoch": _TOKEN, "sent": _NUMBER},
 }
 
 

@@ -193,8 +193,9 @@ class Supervised:
             self.entry = replace(self.entry, state="failed", cause=cause)
             self.failure = _as_error(cause)
             return
-        log.error("%s ended: %s", self._spec.name, cause.message)
         delay = self._backoff.died(time.monotonic())
+        then = "stays down" if delay is None else f"is started again in {delay:g} s"
+        log.error("%s ended and %s: %s", self._spec.name, then, cause.message)
         self.entry = replace(self.entry, state="failed" if delay is None else "dead", cause=cause)
         if self._words is not None and cause.phase == "bind":  # its port was taken meanwhile: take a new one
             self.entry = replace(self.entry, input="", output="")

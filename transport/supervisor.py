@@ -40,6 +40,11 @@ from wavecore.transport.supervised import Limits, Supervised
 __all__ = ["ChildSpec", "Limits", "Supervisor"]
 
 log = logging.getLogger(__name__)
+SIGNALS = {
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGINT: "SIGINT (Ctrl-C)",
+    signal.SIGHUP: "SIGHUP (the terminal was closed)",
+}
 Progress = Callable[[int, str, float], None]
 
 
@@ -70,7 +75,7 @@ class Supervisor:
         self._owner = os.getpid()
         self._dir: RuntimeDir | None = None
         self._deployment = Deployment("starting", self._owner, (), started=time.time())
-        self._stops: queue.SimpleQueue[float] = queue.SimpleQueue()  # drain seconds
+        self._stops: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()  # drain seconds, the signal's name
         self._phases: queue.SimpleQueue[tuple[int, str, float] | None] = queue.SimpleQueue()  # None: started or failed
         self._failure: WavecoreError | None = None
         self._over = threading.Event()
@@ -120,7 +125,10 @@ class Supervisor:
 
     def request_stop(self, drain: float = 0.0) -> None:
         """Ask for `stop` without waiting for it. May be called from a signal handler."""
-        self._stops.put(drain)
+        self._request_stop(drain)
+
+    def _request_stop(self, drain: float, why: str = "") -> None:
+        self._stops.put((drain, why))
         with self._wake_lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -151,7 +159,8 @@ class Supervisor:
     def serve(self, progress: Progress | None = None, on_ready: Callable[[Path], None] | None = None) -> int:
         """Start, then run in the foreground of a program until a signal ends it. Main thread only.
 
-        The first SIGTERM, SIGINT or SIGHUP drains for `limits.drain` seconds, the second ends at once.
+        The first SIGTERM, SIGINT or SIGHUP drains for `limits.drain` seconds, the second ends at once. SIGINT and
+        SIGHUP stay ignored where they were: that is how `nohup` and a shell's `&` ask to be left running.
 
         Returns:
             The program's exit code: 0 after SIGTERM or SIGHUP, 130 after SIGINT.
@@ -184,9 +193,9 @@ class Supervisor:
 
         def handle(number: int, _frame: FrameType | None) -> None:
             received.append(number)
-            self.request_stop(self._limits.drain if len(received) == 1 else 0.0)
+            self._request_stop(self._limits.drain if len(received) == 1 else 0.0, SIGNALS[signal.Signals(number)])
 
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal was closed
+        numbers = [n for n in SIGNALS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
         before = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield received
@@ -254,7 +263,9 @@ class Supervisor:
             for key, _ in selector.select(max(0.0, next_tick - time.monotonic())):
                 key.data()
             while not self._stops.empty():
-                drain = self._stops.get()
+                drain, why = self._stops.get()
+                if why:  # logged here: a signal handler may have interrupted the log itself
+                    log.warning("stopping%s: %s", "" if drain > 0 else " at once", why)
                 for child in children:
                     child.stop(drain)
             if time.monotonic() >= next_tick:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.e2e.scripted_model import EOS, ids_of, write_model
 
@@ -66,6 +67,26 @@ def test_chat_goes_on_after_a_conversation_that_is_too_long(flags: list[str]) ->
     assert done.returncode == 0, done.stderr
     assert "max_model_len" in done.stderr
     assert done.stdout.splitlines() == ["Paris, of course."]
+
+
+def test_chat_goes_on_after_the_death_of_its_engine(tmp_path: Path) -> None:
+    answer = [*ids_of("Paris, of course."), EOS]
+    files = write_model(tmp_path, {GENERATION: answer}, step_seconds=0.1)
+    command = [*COMMAND, "chat", "--model", files["model"], "--tokenizer", files["tokenizer"]]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as chat:
+        assert chat.stdin is not None and chat.stdout is not None
+        chat.stdin.write("hi\n")
+        chat.stdin.flush()
+        begun = chat.stdout.read(1)
+        [engine] = [p for p in psutil.Process(chat.pid).children() if "wavecore engine" in " ".join(p.cmdline())]
+        engine.kill()
+        out, err = chat.communicate("and again\n", timeout=60)
+    assert chat.returncode == 0, err
+    assert (begun + out).endswith("Paris, of course.\n")
+    assert err.count("Traceback") == 0
+    assert "signal 9" in err
+    assert "it is being restarted" in err
 
 
 def test_engine_serves_others_and_ends_on_a_signal(flags: list[str]) -> None:

@@ -137,12 +137,17 @@ def test_nothing_left_to_sample(llm: LLM) -> None:
         llm.generate([300], SamplingParams(allowed_token_ids=[token], bad_words=["a"]), use_tqdm=False)
 
 
-@pytest.mark.parametrize("prompt", ["", [], [[]], [""], {"prompt_token_ids": [-1]}, {"prompt_token_ids": [VOCAB]}])
+@pytest.mark.parametrize("prompt", ["", [[]], [""], {"prompt_token_ids": [-1]}, {"prompt_token_ids": [VOCAB]}])
 def test_empty_and_impossible_prompts(llm: LLM, prompt: Any) -> None:
     with pytest.raises(ValidationError):
         llm.generate(prompt, use_tqdm=False)
     with pytest.raises(ValidationError):
         llm.chat([], use_tqdm=False)
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([], use_tqdm=False) == []
+    assert llm.embed([], use_tqdm=False) == []
 
 
 def test_longest_prompt(llm: LLM) -> None:

@@ -66,7 +66,7 @@ def test_output_is_found_again_once_its_ids_are_known() -> None:
 
 @pytest.mark.parametrize(("one", "other", "found"), [("", "a", 0), ("a", "b", 0), ("a", "a", 40), ("", "", 40)])
 def test_salts_isolate(one: str, other: str, found: int) -> None:
-    """A-42, T57, T58; the same salt hits, so a cache that is off cannot pass."""
+    """The same salt hits, so a cache that is off cannot pass."""
     d = driver()
     for handle, salt in enumerate((one, other)):
         d.add(handle, [*LONG, 1], {"cache_salt": salt} if salt else {}, max_tokens=1)
@@ -84,7 +84,7 @@ def test_prompt_embeds_are_part_of_the_name() -> None:
 
 
 def test_prompt_logprobs_bypass_the_cache_where_positions_are_needed() -> None:
-    """E-26: the second run reports the same as the first."""
+    """The second run reports the same as the first."""
     d = driver(max_num_batched_tokens=300)
     for handle in range(2):
         d.add(handle, LONG, max_tokens=2, prompt_logprobs=2, logprobs=1)
@@ -113,7 +113,7 @@ def test_prompt_logprobs_come_once_under_preemption(swap: float) -> None:
 
 
 def test_a_prompt_may_be_scored_without_output() -> None:
-    """E-19."""
+    """max_tokens=0 with prompt_logprobs: no token comes, the log-probabilities do."""
     d = driver()
     d.add(0, LONG, max_tokens=0, prompt_logprobs=1)
     d.run()
@@ -122,7 +122,7 @@ def test_a_prompt_may_be_scored_without_output() -> None:
 
 
 def test_choices_share_the_prompt() -> None:
-    """E-31, E-32: every choice has its own tokens; cached tokens are counted once, with the first."""
+    """Every choice has its own tokens; cached tokens are counted once, with the first."""
     for n in (2, 5):
         d = driver(enable_prefix_caching=False)
         d.add(0, LONG[:38], max_tokens=9, n=n, seed=4)

@@ -40,7 +40,7 @@ def tokens(folder: Path, **settings: Any) -> tuple[dict[int, list[int]], Engine]
     ids=["cached", "recompute", "swap", "swap, uncached", "priority"],
 )
 def test_same_tokens_under_preemption_swap_and_sharing(folder: Path, settings: dict[str, Any]) -> None:
-    """E-29, E-44, E-45, and D-18: seeded sampling and penalties included."""
+    """Seeded sampling and penalties included."""
     expected, _ = tokens(
         folder, num_gpu_blocks_override=300, async_scheduling=False, enable_prefix_caching=False, max_num_seqs=12
     )

@@ -68,7 +68,7 @@ def test_a_frame_that_is_no_prompt_is_refused() -> None:
 
 
 def test_context_length_is_used_to_the_last_token() -> None:
-    """E-18: the longest prompt gives one token; one more is refused with both numbers."""
+    """The longest prompt gives one token; one more is refused with both numbers."""
     driver = Driver(SCRIPT)
     driver.add(0, [1] * 63, max_tokens=50, ignore_eos=True)
     driver.run()
@@ -80,14 +80,14 @@ def test_context_length_is_used_to_the_last_token() -> None:
 
 
 def test_a_prompt_larger_than_the_cache_is_refused_with_both_numbers() -> None:
-    """T48."""
+    """At the door, not after waiting for blocks that can never be free."""
     driver = Driver(SCRIPT, num_gpu_blocks_override=3)
     with pytest.raises(ValidationError, match=r"40 tokens.*whole KV cache holds 32"):
         admit([1] * 40, driver=driver)
 
 
 def test_output_longer_than_the_cache_ends_by_length() -> None:
-    """E-20."""
+    """It ends with what fits instead of preempting itself for ever."""
     driver = Driver(SCRIPT, num_gpu_blocks_override=3)
     driver.add(0, [1] * 10, max_tokens=1_000_000, ignore_eos=True)
     driver.run()

@@ -29,7 +29,7 @@ def small(**config: Any) -> Driver:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("swap", [0.0, 1.0])
 def test_eight_blocks_and_six_long_requests(asynchronous: bool, swap: bool) -> None:
-    """E-44, T50, T51, T53: chunked prefill, preemption and two steps in flight give the tokens of a large cache."""
+    """Chunked prefill, preemption and two steps in flight give the tokens of a large cache."""
     driver = small(num_gpu_blocks_override=9, async_scheduling=asynchronous, swap_space_gib=swap)
     for handle in range(6):
         driver.add(handle, prompt(handle, 12), max_tokens=18, seed=handle)
@@ -75,7 +75,7 @@ def test_a_swapped_request_may_end_before_its_copy_ran() -> None:
 
 
 def test_two_prompts_of_most_of_the_cache_do_not_fight() -> None:
-    """T49: each holds 60 % of the blocks; the second waits, nothing is computed twice."""
+    """Each holds 60 % of the blocks; the second waits, nothing is computed twice."""
     driver = small(num_gpu_blocks_override=21, enable_prefix_caching=False)
     for handle in range(5):
         driver.add(handle, prompt(handle, 48), max_tokens=2)
@@ -86,7 +86,7 @@ def test_two_prompts_of_most_of_the_cache_do_not_fight() -> None:
 
 
 def test_rows_that_sit_out_at_random_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T54: a running request without a row in some steps."""
+    """A running request without a row in some steps."""
     driver = small(num_gpu_blocks_override=40)
     rng = random.Random(3)
     whole = driver.core.scheduler._running_rows
@@ -107,7 +107,7 @@ def test_rows_that_sit_out_at_random_change_nothing(monkeypatch: pytest.MonkeyPa
     "rounds", [400, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])], ids=["some", "many"]
 )
 def test_aborts_at_any_moment(rounds: int) -> None:
-    """T56, F-12: requests in every state, at every step boundary, twice, unknown ones; nothing leaks."""
+    """Requests in every state, at every step boundary, twice, unknown ones; nothing leaks."""
     rng = random.Random(rounds)
     driver = small(num_gpu_blocks_override=14, swap_space_gib=1.0, scheduling_policy="priority")
     handle = 0
@@ -139,7 +139,7 @@ def test_a_long_list_of_handles_is_no_long_work() -> None:
 
 
 def test_abort_and_a_new_request_at_once() -> None:
-    """E-39, T8: the new one is never hit, even under the handle of the old one."""
+    """The new one is never hit, even under the handle of the old one."""
     driver = small(num_gpu_blocks_override=30, max_num_batched_tokens=64)
     for i in range(200):
         driver.add(2 * i, prompt(1, 9), max_tokens=50)
@@ -154,7 +154,7 @@ def test_abort_and_a_new_request_at_once() -> None:
 
 
 def test_a_slot_is_free_only_after_its_last_step_in_flight() -> None:
-    """T61."""
+    """Its blocks are free at once, the slot when the steps that touch it came back."""
     driver = small(max_num_seqs=1, num_gpu_blocks_override=30)
     driver.add(0, prompt(0, 3), max_tokens=50)
     driver.step()
@@ -167,7 +167,7 @@ def test_a_slot_is_free_only_after_its_last_step_in_flight() -> None:
 
 
 def test_a_new_request_is_in_the_very_next_plan() -> None:
-    """T70."""
+    """Nobody waits for a batch to end."""
     driver = small(num_gpu_blocks_override=60)
     driver.add(0, prompt(0, 3), max_tokens=50)
     for _ in range(5):
@@ -222,7 +222,7 @@ def test_one_request_with_many_stop_ids_costs_others_nothing_once_it_left() -> N
 
 
 def test_a_faulty_row_ends_alone_and_leaves_the_prefix_cache() -> None:
-    """F-20."""
+    """NaN in one row: that request fails, and its blocks are found by nobody."""
     driver = Driver(Script(eos_token_id=[], faults={"nan_token": 66}), block_size=4)
     driver.add(0, [66, 1, 2, 3, 4], max_tokens=5)
     driver.add(1, [1, 2, 3, 4, 5], max_tokens=5)
@@ -237,7 +237,7 @@ def test_a_faulty_row_ends_alone_and_leaves_the_prefix_cache() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_one_request_breaks_a_step_and_ends_alone(asynchronous: bool) -> None:
-    """F-21."""
+    """The others are computed again and give the same tokens."""
     script = Script(eos_token_id=[], num_host_blocks=9, faults={"request_fault_token": 66})
     driver = Driver(script, block_size=4, num_gpu_blocks_override=12, swap_space_gib=1.0, async_scheduling=asynchronous)
     for handle in range(4):
@@ -294,7 +294,7 @@ def test_any_other_exception_leaves_the_core() -> None:
 
 
 def test_plans_in_flight_are_never_written_to() -> None:
-    """T62: everything that a plan or a result refers to stays as it was when it was launched."""
+    """Everything that a plan or a result refers to stays as it was when it was launched."""
     driver = small(num_gpu_blocks_override=20)
     seen: list[tuple[StepPlan, list[bytes]]] = []
 
@@ -404,7 +404,7 @@ def test_a_request_that_claims_handles_of_others_is_refused() -> None:
 
 @pytest.mark.parametrize("count", [2_000, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_nothing_grows_with_the_number_of_requests(count: int) -> None:
-    """T59: maps, queues, pools and memory are as large after many requests as their bounds say."""
+    """Maps, queues, pools and memory are as large after many requests as their bounds say."""
     driver = Driver(SCRIPT, check=False, block_size=4, num_gpu_blocks_override=40, max_num_seqs=8)
     rng = random.Random(1)
     process = psutil.Process()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import zmq
 from tests.faults.conftest import until
 
 from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.frontend.llm import LLM
 from wavecore.transport.codec import MAX_FRAME_BYTES, encode
 from wavecore.transport.errors import Overloaded
 from wavecore.transport.messages import Hello
@@ -142,16 +144,34 @@ def test_client_that_stands_still_for_long(deploy: Any, second_client: Any) -> N
 
 
 @pytest.mark.slow
-def test_killed_client(deploy: Any, second_client: Any) -> None:
+def test_killed_client(deploy: Any, second_client: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """One of several clients is killed (SIGKILL) with requests running.
 
-    The engine ends them within seven seconds and gives their blocks back; other clients notice nothing.
+    The engine ends them within seven seconds, gives their blocks back and logs it; other clients notice nothing.
     """
     with deploy({"step_seconds": 0.01}) as deployed:
         client = second_client(deployed.runtime_dir, 10, 4000)
         client.signal(signal.SIGKILL)
         deployed.stream(1, 100).check_finished()
         until(lambda: deployed.call("stats")["running"] == 0)
+    assert "10 requests of client" in capsys.readouterr().err
+
+
+def test_client_that_leaves(deploy: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A client program ends, with requests running or without.
+
+    It says goodbye: its requests end at once, and nobody is alarmed by a line in the log.
+    """
+    with deploy({"step_seconds": 0.01}) as deployed:
+        with LLM.connect(deployed.runtime_dir) as idle, LLM.connect(deployed.runtime_dir) as busy:
+            params = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
+            next(busy.stream({"prompt_token_ids": [1, 2, 3]}, params))
+            started = time.monotonic()
+            busy.shutdown()
+            idle.shutdown()
+            assert time.monotonic() - started < 0.5
+        until(lambda: deployed.call("stats")["running"] == 0, 3)  # one that is only absent is waited for longer
+    assert "client" not in capsys.readouterr().err
 
 
 def test_hostile_frames(deploy: Any) -> None:

@@ -62,6 +62,22 @@ def test_waiting_requests_survive_a_killed_engine(deploy: Any) -> None:
             stream.check_finished()
 
 
+def test_requests_during_a_restart(deploy: Any) -> None:
+    """A request is submitted after the engine died and before it is up again.
+
+    It waits, at most as long as its own deadlines say, and is answered by the restarted engine. Where none will come
+    back it fails with the cause. Meanwhile `check_health` raises.
+    """
+    with deploy({"step_seconds": 0.02, "load_seconds": 0.5}) as deployed:
+        os.kill(deployed.engine.pid, signal.SIGKILL)
+        until(lambda: not deployed.llm._service.client.engines)
+        with pytest.raises(EngineDead):
+            deployed.llm._service.client.check_health()
+        for stream in [deployed.stream(i, 10) for i in range(4)]:
+            stream.check_finished()
+        assert deployed.engine.restarts == 1
+
+
 def test_resumed_request_goes_on(deploy: Any) -> None:
     """The engine dies under a greedy or seeded request that asked for `resume=True`.
 

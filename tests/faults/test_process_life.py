@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -48,16 +48,21 @@ time.sleep(600)
 class Program:
     """A program of a user that starts an engine."""
 
-    def __init__(self, code: str, script: Path, **values: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code.format(script=script, **values)],
+    def __init__(self, code: str, script: Path, *, log: Path, under: tuple[str, ...] = (), **values: Any) -> None:
+        self.log = log
+        with log.open("w") as stderr:
+            self.process = self._start([*under, sys.executable, "-c", code.format(script=script, **values)], stderr)
+        assert self.process.stdout is not None
+        self.lines = iter(self.process.stdout)
+
+    def _start(self, command: list[str], stderr: IO[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=stderr,
             text=True,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
-        self.lines = iter(self.process.stdout)
 
     def read_until(self, word: str) -> str:
         return next(line for line in self.lines if line.startswith(word))
@@ -83,11 +88,11 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def program(script: Path) -> Iterator[Any]:
+def program(script: Path, tmp_path: Path) -> Iterator[Any]:
     started: list[Program] = []
 
     def start(code: str, **values: Any) -> Program:
-        started.append(Program(code, script, **values))
+        started.append(Program(code, script, log=tmp_path / f"log{len(started)}", **values))
         return started[-1]
 
     yield start
@@ -144,6 +149,26 @@ def test_drain(program: Any, number: signal.Signals) -> None:
     assert one.finish() == (0 if number == signal.SIGTERM else 130)
     assert gone(family, 2.0)
     assert not path.exists()
+
+
+def test_closed_terminal(program: Any) -> None:
+    """The terminal is closed (SIGHUP) under `wavecore engine`, or under `nohup wavecore engine &`.
+
+    The first drains like after SIGTERM, and its log names the signal. The second was told to ignore it and serves on.
+    """
+    kept, closed = program(SERVE, drain=30, under=("nohup",)), program(SERVE, drain=30)
+    path = kept.ready()
+    closed.ready()
+    kept.process.send_signal(signal.SIGHUP)
+    closed.process.send_signal(signal.SIGHUP)
+    assert closed.finish() == 0
+    with LLM.connect(path) as llm:
+        [output] = llm.generate([{"prompt_token_ids": [1]}], _params(3), use_tqdm=False)
+        assert output.outputs[0].finish_reason == "length"
+    kept.process.send_signal(signal.SIGTERM)
+    assert kept.finish() == 0
+    assert "stopping: SIGHUP (the terminal was closed)" in closed.log.read_text()
+    assert "stopping: SIGTERM" in kept.log.read_text()
 
 
 def test_drain_has_a_limit(program: Any) -> None:

@@ -135,10 +135,12 @@ class World:
         kind: OutputKind = OutputKind.DELTA,
         resume: bool = False,
         timeout: float | None = None,
+        queue_timeout: float | None = None,
         **params: Any,
     ) -> Mailbox:
         values = SamplingParams(**{"temperature": 0.0, **params})
-        options = {"timeout": timeout} if timeout else {}
+        deadlines = {"timeout": timeout, "queue_timeout": queue_timeout}
+        options = {name: value for name, value in deadlines.items() if value}
         ids = np.array(prompt, np.int32)
         request = EngineRequest("r", None, ids, values, values.to_wire(), options, resume=resume)
         mailbox = Mailbox(request, None, self.waker, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import yaml
 
 from wavecore.engine_core.config import EngineConfig
 from wavecore.frontend import cli
-from wavecore.frontend.cli_parser import CommandParser, settings
+from wavecore.frontend.cli_parser import CommandParser, add_sampling, settings
+from wavecore.frontend.vllm_names import engine_config
 from wavecore.transport.errors import ConfigError, NotSupportedError
 
 
@@ -82,12 +84,115 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
     assert "WAVECORE_MAX_MODEL_LEN" in text
 
 
-@pytest.mark.parametrize("args", [["--no-such-setting", "1"], ["--max-num-seqs", "many"], ["--dtype", "int3"]])
-def test_bad_command_lines(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--max-num-sec", "1"], "--max-num-sec: no such option; did you mean --max-num-seqs?"),
+        (["--max-num-se", "1"], "no such option"),  # no unique prefixes
+        (["--max-num-seqs", "many"], "--max-num-seqs must be a whole number, not 'many'"),
+        (["--max-num-seqs", "1.5"], "--max-num-seqs must be a whole number, not 1.5"),
+        (["--max-num-seqs"], "--max-num-seqs needs a value"),
+        (["--max-num-seqs", "-5"], "max_num_seqs must be at least 1"),
+        (["--gpu-memory-utilization", "much"], "--gpu-memory-utilization must be a number"),
+        (["--disable-tqdm=maybe"], "--disable-tqdm must be true or false"),
+        (["--dtype", "int3"], "--dtype must be one of auto, float32"),
+        (["--config", "/no/such.yaml"], "--config /no/such.yaml: .*No such file"),
+        (["one", "two"], "'one' is one argument too many"),
+    ],
+)
+def test_bad_command_lines(args: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
         parse(*args)
-    assert end.value.code == 2
-    assert "error" in capsys.readouterr().err
+
+
+def test_forms_of_values() -> None:
+    config = parse(
+        "--kv-cache-memory-gib", "1e-1", "--max-model-len", "null", "--model", "7", "--custom-ops", "{a: b:c}"
+    )
+    assert (config.kv_cache_memory_gib, config.max_model_len, config.model) == (0.1, None, "7")
+    assert config.custom_ops == {"a": "b:c"}
+    assert (parse("--dtype", "half").dtype, parse("--dtype=float").dtype) == ("float16", "float32")
+
+
+def test_a_files_keys_have_the_spellings_of_flags(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("max-model-len: 50\nswap-space: 2\ndtype: half\nenforce-eager: true\n")
+    config = parse("--config", str(file))
+    assert (config.max_model_len, config.swap_space_gib, config.dtype) == (50, 2.0, "float16")
+    for text, words in (
+        ("max-model-lem: 5", "unknown setting max-model-lem; did you mean max_model_len"),
+        ("max-num-seqs: many", "max-num-seqs in .*config.yaml must be a whole number"),
+        ("[1]", "must hold lines"),
+        ("a: [", "config.yaml: "),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            parse("--config", str(file))
+    file.write_text("quantization: awq")
+    with pytest.raises(NotSupportedError, match="GGUF"):
+        parse("--config", str(file))
+
+
+def test_a_file_of_one_command_serves_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "hi", "--top-p", "0.5", "--max-num-seqs", "9", "--print_config"])
+    text = capsys.readouterr().out
+    assert set(yaml.safe_load(text)) == {f.name for f in fields(EngineConfig)}
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert parse("--config", str(file)) == EngineConfig(max_num_seqs=9)
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WAVECORE_MAX_NUM_SEQS", "7")
+    monkeypatch.setenv("WAVECORE_DTYPE", "half")
+    monkeypatch.setenv("WAVECORE_SEED", "")
+    assert engine_config({"model": "m"}) == EngineConfig(model="m", max_num_seqs=7, dtype="float16")
+    assert engine_config({"max_num_seqs": 8}).max_num_seqs == parse("--max-num-seqs", "8").max_num_seqs == 8
+    monkeypatch.setenv("WAVECORE_PROMPT", "hi")
+    parse()
+    assert "WAVECORE_PROMPT in the environment is no setting" in capsys.readouterr().err
+    monkeypatch.setenv("WAVECORE_MAX_NUM_SEQS", "many")
+    for make in (parse, lambda: engine_config({})):
+        with pytest.raises(ConfigError, match="WAVECORE_MAX_NUM_SEQS in the environment must be a whole number"):
+            make()
+
+
+def test_the_prompt_and_a_commands_own_options() -> None:
+    parser = CommandParser("generate", "", "", words=["prompt"])
+    add_sampling(parser, max_tokens=5)
+    parser.switch("raw", "")
+    values = parser.parse(["--raw", "a prompt", "--stop", '["x"]', "--top-k", "-1", "--max-num-seqs", "3"])
+    assert (values.prompt, values.raw, values.stop, values.top_k, values.max_num_seqs) == (
+        "a prompt",
+        True,
+        ["x"],
+        -1,
+        3,
+    )
+    assert parser.parse(["--", "--help"]).prompt == "--help"
+    assert parser.parse(["a", "--stop", '["a: b: c"]', "--config="]).stop == ["a: b: c"]
+    assert parser.parse(["-"]).prompt == "-"
+    assert parser.parse([]).prompt == ""
+    for args, words in (
+        (["--max-tokens", "x"], "--max-tokens must be a whole number, not 'x'"),
+        (["--max-tokens"], "--max-tokens needs a value"),
+        (["--raw=maybe"], "--raw must be true or false"),
+        (["--stop", "x"], "--stop must be a JSON list of texts"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parser.parse(args)
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]])
+def test_refused_before_an_engine_is_started(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("wavecore.frontend.llm.LLM.from_config", lambda config: pytest.fail("started"))
+    assert cli.main([*command, "--top-p", "3"]) == 2
+    assert "top_p" in capsys.readouterr().err
+    assert cli.main([*command, "--attach", "/tmp", "--max-num-seqs", "3"]) == 2
+    assert "--max-num-seqs is for an engine that is started" in capsys.readouterr().err
 
 
 def test_flags_of_vllm_are_refused_by_name() -> None:
@@ -102,8 +207,7 @@ def test_flags_of_vllm_are_refused_by_name() -> None:
 def test_flags_of_vllm_that_ask_for_nothing() -> None:
     plain = ["--enforce-eager", "--no-trust-remote-code", "--quantization", "gguf", "--pipeline-parallel-size=1"]
     assert parse(*plain, "--tokenizer-mode", "auto", "--max-num-seqs", "3") == EngineConfig(max_num_seqs=3)
-    parser = CommandParser("generate", "", "")
-    parser.options.add_argument("prompt", type=str)
+    parser = CommandParser("generate", "", "", words=["prompt"])
     assert parser.parse(["--enforce-eager", "a prompt"]).prompt == "a prompt"
 
 
@@ -116,10 +220,11 @@ def test_main_names_commands_and_what_is_missing(capsys: pytest.CaptureFixture[s
     assert cli.main(["--help"]) == 0
     assert cli.main([]) == 0
     assert cli.main(["--version"]) == 0
-    assert "generate" in capsys.readouterr().out
+    assert "`wavecore engine --help` explains" in capsys.readouterr().out
     assert cli.main(["serve"]) == 2
     assert "HTTP" in capsys.readouterr().err
-    assert cli.main(["nonsense"]) == 2
+    assert cli.main(["generat"]) == 2
+    assert "did you mean generate?" in capsys.readouterr().err
     assert cli.main(["bench", "online"]) == 2
     assert cli.main(["generate"]) == 2
     assert "is empty" in capsys.readouterr().err

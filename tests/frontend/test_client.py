@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -112,7 +113,7 @@ def test_killed_engine_fails_what_had_tokens_and_sends_the_rest_again(world: Wor
     assert waiting.take() is None
     assert world.client.engines == []
     with pytest.raises(EngineDead, match="signal 9"):
-        world.submit()
+        world.client.check_health()
     world.pump.new_life(0)
     _, again = world.pump.adds()[-1]
     assert world.prompt_of(again) == [3, 4]
@@ -148,6 +149,72 @@ def test_nobody_comes_back(world: World) -> None:
     world.kill(0)
     assert world.waker.wait(5) is mailbox
     assert "signal 9" in str(error_of(mailbox))
+
+
+def test_submitted_while_the_engine_is_restarted(world: World) -> None:
+    """It waits like one that was submitted just before the death, and has a second try of its own."""
+    before = world.submit([3])
+    world.kill(0)
+    world.deployment.set_state("restarting")
+    after = world.submit([4], timeout=100.0)
+    assert world.client.num_live == 2
+    for flight in world.client._requests._flights.values():
+        flight.started -= 60.0
+    world.pump.new_life(0)
+    first, second = (add for _, add in world.pump.adds()[1:])
+    assert [world.prompt_of(first), world.prompt_of(second)] == [[3], [4]]
+    assert second.options["timeout"] == pytest.approx(40.0, abs=5.0)
+    world.kill(0)
+    assert isinstance(error_of(before), EngineDead)
+    world.pump.new_life(0)
+    world.pump.step(0, [(world.pump.adds()[-1][1].handle, [7], STOP)])
+    assert tokens_of(after) == [7]
+
+
+def test_submitted_over_a_broken_connection(world: World) -> None:
+    world.pump.disconnect(0)
+    mailbox = world.submit()
+    world.pump.reconnect(0)
+    world.pump.step(0, [(world.pump.adds()[-1][1].handle, [7], STOP)])
+    assert tokens_of(mailbox) == [7]
+
+
+@pytest.mark.parametrize("deadline", ["timeout", "queue_timeout"])
+def test_a_wait_for_the_restart_has_the_requests_deadline(world: World, deadline: str) -> None:
+    world.kill(0)
+    mailbox = world.submit(**{deadline: 0.01})  # type: ignore[arg-type]
+    assert world.waker.wait(5) is mailbox
+    error = error_of(mailbox)
+    assert isinstance(error, RequestTimeout)
+    assert "signal 9" in str(error)
+
+
+def test_the_restart_that_was_waited_for_fails(world: World) -> None:
+    world.kill(0)
+    mailbox = world.submit()
+    assert world.waker.wait(0.3) is None
+    world.deployment.set_state("failed")
+    assert world.waker.wait(5) is mailbox
+    error = error_of(mailbox)
+    assert isinstance(error, EngineDead)
+    assert "signal 9" in str(error)
+    with pytest.raises(EngineDead, match="signal 9"):  # and now there is nothing to wait for
+        world.submit()
+
+
+def test_the_restarted_engine_takes_no_more_clients(world: World) -> None:
+    world.kill(0)
+    mailbox = world.submit()
+    world.pump.on_event(0, Dead(b"e" * 16, Overloaded.code, "1000 clients are attached", "connect", 0, ""))
+    assert isinstance(error_of(mailbox), Overloaded)
+
+
+def test_a_death_is_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    mailbox = world.submit()
+    world.pump.step(0, [(world.pump.adds()[0][1].handle, [5], 0)])
+    world.kill(0)
+    assert "signal 9" in str(error_of(mailbox))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0}])

@@ -29,6 +29,12 @@ def test_forms(prompts: Any, count: int) -> None:
     assert len(as_prompts(prompts)) == count
 
 
+def test_an_empty_list_holds_no_prompts() -> None:
+    assert as_prompts([]) == []
+    with pytest.raises(ValidationError):
+        as_prompt([])
+
+
 def test_ids_become_int32() -> None:
     prompt = as_prompt({"prompt_token_ids": [1, 2], "prompt": "ab", "cache_salt": "s"})
     assert prompt.ids is not None
@@ -41,7 +47,6 @@ def test_ids_become_int32() -> None:
     "prompts",
     [
         "",
-        [],
         [[]],
         [""],
         None,

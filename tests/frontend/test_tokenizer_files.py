@@ -60,7 +60,7 @@ def test_broken_tokenizer_json_names_the_file(tmp_path: Path, content: str) -> N
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="holds no tokenizer"):
+    with pytest.raises(ModelError, match=r"has no tokenizer; give tokenizer=FOLDER .--tokenizer FOLDER"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "evil.Evil"}}')
     (tmp_path / "evil.py").write_text("raise SystemExit('run')")

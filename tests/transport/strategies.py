@@ -79,6 +79,7 @@ messages = st.one_of(
     ),
     st.builds(m.Gone, token16),
     st.builds(m.Dead, token16, text, text, text, st.integers(-1, 1 << 20), text),
+    st.builds(m.Bye, token16, number),
 )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def pause() -> Iterator[Pause]:
 
 @pytest.mark.parametrize("messages", [600, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_paused_reader_of_large_messages(make_engine: Any, make_client: Any, eventually: Any, messages: int) -> None:
-    """T1, T2: every tensor is intact and every token is there once the reader goes on."""
+    """Every tensor is intact and every token is there once the reader goes on."""
     pause = Pause()
     engine = make_engine(limits=Limits(held_bytes=2 << 30))
     client = make_client(on_step=pause)
@@ -155,7 +155,7 @@ def client_process() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 def test_stopped_client_costs_bounded_memory(
     make_engine: Any, make_client: Any, client_process: Any, eventually: Any
 ) -> None:
-    """F-07: a SIGSTOPped client with 50 endless requests, until it is dropped."""
+    """A SIGSTOPped client with 50 endless requests, until it is dropped."""
     engine = make_engine(limits=Limits(silent_ticks=3))
     process = client_process(engine.addresses, 50, 1 << 30)
     process.send_signal(signal.SIGSTOP)

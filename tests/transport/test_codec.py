@@ -96,13 +96,13 @@ def headers() -> st.SearchStrategy[Any]:
 
 @given(st.lists(headers() | tensors(large=False).map(lambda t: (t.dtype, list(t.shape))), max_size=4), st.data())
 def test_lying_tensor_headers(rows: list[Any], data: st.DataObject) -> None:
-    """A-09: the exact tensor or ProtocolError, never a byte beyond a frame."""
+    """The exact tensor or ProtocolError, never a byte beyond a frame."""
     frames = data.draw(st.lists(st.binary(max_size=300), max_size=3))
     check_hostile([msgpack.packb([1, 8, EPOCH, 1, 2, True, "", "", None, rows]), *frames])
 
 
 def test_a_pickle_does_nothing(tmp_path: Path) -> None:
-    """A-01: a payload that would make a file, in every place where bytes may stand."""
+    """A payload that would make a file, in every place where bytes may stand."""
     witness = tmp_path / "witness"
 
     class Payload:
@@ -138,7 +138,7 @@ def test_a_pickle_does_nothing(tmp_path: Path) -> None:
     ids=["transposed", "strided", "negative-stride", "0-d", "empty", "big-endian", "broadcast", "large-transposed"],
 )
 def test_arrays_round_trip(array: np.ndarray[Any, Any]) -> None:
-    """T3."""
+    """Strides, byte order and size do not matter; what arrives cannot be written to."""
     back = decode([bytes(frame) for frame in encode(result(from_numpy(array)))])
     assert isinstance(back, m.Result)
     got = to_numpy(back.frames[0])
@@ -286,7 +286,7 @@ def test_defaults_may_be_left_out() -> None:
 @settings(deadline=None, max_examples=1)
 @given(st.lists(messages, min_size=20, max_size=20))
 def test_encoding_in_two_threads(batch: list[m.Message]) -> None:
-    """T4: nothing is shared, so nothing can be mixed up."""
+    """Nothing is shared, so nothing can be mixed up."""
     expected = [b"".join(encode(message)) for message in batch]
     wrong: list[int] = []
 

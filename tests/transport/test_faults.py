@@ -40,7 +40,7 @@ def test_killed_engine_is_noticed_and_its_successor_is_a_new_life(make_process: 
 
 
 def test_messages_sent_while_the_engine_is_gone_do_not_reach_its_successor(make_process: Any, make_client: Any) -> None:
-    """T10. They belong to the old session; the owner hears of the new one and sends again what it wants."""
+    """They belong to the old session; the owner hears of the new one and sends again what it wants."""
     engine, client = make_process(), make_client()
     client.connect(engine.addresses)
     old = client.pump.session(0)
@@ -175,7 +175,7 @@ def test_over_size_frame_costs_only_its_sender(make_engine: Any, make_client: An
 
 
 def test_client_comes_back_after_an_over_size_frame(make_engine: Any, make_client: Any) -> None:
-    """F-10, Z-03: its connections are cut; it returns under the same identity and is not shut out as a duplicate."""
+    """Its connections are cut; it returns under the same identity and is not shut out as a duplicate."""
     engine, client = make_engine(pace=0.001), make_client()
     client.connect(engine.addresses)
     handles = [client.add(count=500) for _ in range(5)]

@@ -83,7 +83,7 @@ def test_pickles_make_no_file(hostile: Any, make_client: Any, tmp_path: Path) ->
 
 
 def test_bad_tensor_ends_that_request_with_the_reason(hostile: Any) -> None:
-    """T5, F-09: the stream goes on behind it."""
+    """The stream goes on behind it."""
     engine, raw = hostile()
     prompt = from_numpy(np.arange(3, dtype=np.int32))
     main, pack = encode(m.Add(raw.epoch, raw.client, 1, 70, prompt, {}))

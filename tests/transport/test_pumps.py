@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -65,7 +66,7 @@ def test_abort_ends_a_request_once_and_may_repeat(make_engine: Any, make_client:
 
 
 def test_handle_may_be_used_again_after_an_abort(make_engine: Any, make_client: Any) -> None:
-    """T8: a late abort of the first use must not end the second."""
+    """A late abort of the first use must not end the second."""
     engine, client = make_engine(pace=0.01), make_client()
     client.connect(engine.addresses)
     first = client.add(count=1 << 20)
@@ -99,7 +100,7 @@ def test_bug_in_admit_ends_that_request_only(make_engine: Any, make_client: Any)
 
 
 def test_slow_admission_holds_up_no_output(make_engine: Any, make_client: Any) -> None:
-    """T9: taking in a large request (hashing, copies) happens beside the step, not in it."""
+    """Taking in a large request (hashing, copies) happens beside the step, not in it."""
     engine, client = make_engine(pace=0.001), make_client()
     client.connect(engine.addresses)
     running = client.add(count=1 << 20)
@@ -199,7 +200,7 @@ def test_requests_from_many_threads(make_engine: Any, make_client: Any) -> None:
 
 
 def test_idle_pumps_use_no_cpu(make_engine: Any, make_client: Any) -> None:
-    """T67. A quarter of one core for a second would already be a busy loop; a second of idling costs about 2 ms."""
+    """A quarter of one core for a second would already be a busy loop; a second of idling costs about 2 ms."""
     engine, client = make_engine(), make_client()
     client.connect(engine.addresses)
     client.wait_ends(client.add())
@@ -218,6 +219,22 @@ def test_close_sends_what_was_queued(make_engine: Any, make_client: Any, eventua
         client.add()
     client.pump.close()
     eventually(lambda: len(engine.added) == 500, "500 requests")
+
+
+def test_goodbye_is_heard_at_once_and_alarms_nobody(
+    make_engine: Any, make_client: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, client = make_engine(pace=0.01), make_client()
+    client.connect(engine.addresses)
+    client.add(count=1 << 20)
+    client.wait_for(lambda: client.received.get(0, 0) > 0, "a token")
+    identity = client.pump.session(0)
+    started = time.monotonic()
+    client.pump.close()
+    eventually(lambda: not engine.open and identity not in engine.output.sessions, "the end of its request")
+    assert time.monotonic() - started < 3.0  # an absent client is waited for longer
+    assert engine.gone == [identity]
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
 
 
 def test_failure_of_the_io_thread_is_told(make_engine: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from wavecore.transport.sockets import Waker, parse_address
     ],
 )
 def test_bad_addresses_are_refused(text: str) -> None:
-    """A-02: no wildcard, no silent truncation, nothing but ipc and tcp."""
+    """No wildcard, no silent truncation, nothing but ipc and tcp."""
     with pytest.raises(ConfigError):
         parse_address(text)
 

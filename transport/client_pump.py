@@ -62,10 +62,6 @@ class ClientPump:
         self._links.setdefault(index, None)
         self._do(lambda: self._connect(index, (input, output), curve))
 
-    def disconnect(self, index: int) -> None:
-        """Forget the engine; no event of it comes once this ran in the IO thread."""
-        self._do(lambda: self._disconnect(index))
-
     def session(self, index: int) -> bytes | None:
         """Name of the present session, None before the first READY."""
         link = self._links.get(index)
@@ -160,11 +156,6 @@ class ClientPump:
             self._links[index] = ClientLink(
                 self._context, self._version, addresses, curve, lambda event: self._emit(index, event)
             )
-
-    def _disconnect(self, index: int) -> None:
-        link = self._links.pop(index, None)
-        if link is not None:
-            link.close(LINGER_MS)
 
     def _emit(self, index: int, event: Event) -> None:
         try:

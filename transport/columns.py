@@ -15,11 +15,6 @@ _LAST_REASON = max(FinishReason)
 FRAME_LISTS = ("logprobs", "prompt_logprobs", "pooled")  # extras that are positions in Columns.frames
 
 
-def empty_columns() -> Columns:
-    """Columns without a row."""
-    return Columns(np.empty(0, np.uint32), np.empty(0, np.uint32), np.empty(0, np.int32), np.empty(0, np.uint8))
-
-
 def finish_columns(handles: Iterable[int], reason: FinishReason, code: str = "", message: str = "") -> Columns:
     """Columns that end each of these requests without another token; `code` and `message` say why."""
     rows = np.fromiter(handles, np.uint32)

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.transport.strategies import columns, same
 
-from wavecore.transport.columns import empty_columns, finish_columns, merge, size_of
+from wavecore.transport.columns import finish_columns, merge, size_of
 from wavecore.transport.messages import Columns, FinishReason
+
+NOTHING = Columns(*(np.empty(0, t) for t in (np.uint32, np.uint32, np.int32, np.uint8)))
 
 
 def told(*parts: Columns) -> dict[int, dict[str, Any]]:
@@ -45,7 +47,7 @@ def test_merging_is_associative(parts: list[Columns]) -> None:
 
 
 def test_merge_of_nothing_to_say() -> None:
-    assert len(merge(empty_columns(), empty_columns()).handles) == 0
+    assert len(merge(NOTHING, NOTHING).handles) == 0
 
 
 def test_finish_columns() -> None:
@@ -57,5 +59,5 @@ def test_finish_columns() -> None:
 
 
 def test_size_counts_frames() -> None:
-    assert size_of(empty_columns()) == 0
+    assert size_of(NOTHING) == 0
     assert size_of(Columns(*(np.zeros(3, t) for t in (np.uint32, np.uint32, np.int32, np.uint8)))) == 39

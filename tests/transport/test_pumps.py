@@ -172,7 +172,6 @@ def test_one_client_talks_to_several_engines(make_engine: Any, make_client: Any,
         client.pump.connect(index, *engine.addresses)
     client.wait_for(lambda: client.saw(Ready, 3), "three READYs")
     assert len({client.pump.session(index) for index in range(3)}) == 3
-    client.pump.disconnect(1)
     client.wait_ends(client.add(count=3))
 
 

@@ -48,14 +48,10 @@ class BlockPool:
     def refs(self, block: int) -> int:
         return self._refs[block]
 
-    def peek(self) -> int:
-        """The block that the next `allocate` hands out. The pool must not be exhausted."""
-        assert self.num_free, "peek into an empty free list"
-        return self._next[NULL_BLOCK]
-
     def allocate(self) -> int:
         """Take the first free block, with one reference; its old content leaves the map here and not earlier."""
-        block = self.peek()
+        assert self.num_free, "no block is free"
+        block = self._next[NULL_BLOCK]
         self._unlink(block)
         self.num_free -= 1
         if self._hash[block] is not None:

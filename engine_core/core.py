@@ -135,7 +135,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.life.by_client or self.in_flight or self.life.outputs)
+        return bool(self.life.by_client or self.in_flight or self.life.outputs or len(self.life.kv.transfers))
 
     def step(self) -> tuple[dict[bytes, Columns], bool]:
         """One turn of the loop. Returns the output by client, and whether a step was launched."""
@@ -182,7 +182,7 @@ class EngineCore:
         now = time.perf_counter()
         seconds, self._done_at = now - max(launched, self._done_at), now
         info, tokens = self.runner.info, scheduled.plan.num_tokens
-        if not info.num_host_blocks or tokens < 4 * scheduled.plan.num_rows:
+        if not info.num_host_blocks or not tokens or tokens < 4 * scheduled.plan.num_rows:
             return
         weight = 0.2 if self._token_seconds else 1.0
         self._token_seconds += weight * (seconds / tokens - self._token_seconds)

@@ -10,21 +10,21 @@ from wavecore.engine_core.request import Request, State
 
 
 def check(life: Lifecycle, in_flight: list[KVEvents]) -> None:
-    """AssertionError names the first difference. `in_flight`: the transfers of steps that did not come back yet."""
+    """AssertionError names the first difference. `in_flight`: the events of steps that did not come back yet."""
     requests = life.all()
     _check_blocks(life, requests, [*in_flight, life.kv.events])
     _check_slots(life, requests)
     _check_queue(life, requests)
 
 
-def _check_blocks(life: Lifecycle, requests: list[Request], transfers: list[KVEvents]) -> None:
+def _check_blocks(life: Lifecycle, requests: list[Request], events: list[KVEvents]) -> None:
     device: Counter[int] = Counter()
     host: Counter[int] = Counter()
     for request in requests:
         device.update(request.blocks)
         host.update(request.host_blocks)
-    for events in transfers:
-        for pool, block in events.owned:
+    for owner in (*events, *life.kv.transfers):
+        for pool, block in owner.owned:
             (device if pool is life.kv.device else host)[block] += 1
     life.kv.device.check_integrity(device)
     life.kv.host.check_integrity(host)
@@ -35,7 +35,7 @@ def _check_slots(life: Lifecycle, requests: list[Request]) -> None:
     taken = {slot for slot, request in enumerate(s.requests) if request is not None}
     assert taken.isdisjoint(s.free) and len(taken) + len(s.free) == s.num_slots, "slots lost or held twice"
     for request in requests:
-        holds = request.state in (State.RUNNING, State.DRAINING)
+        holds = request.state in (State.LOADING, State.RUNNING, State.DRAINING)
         assert holds == (request.slot >= 0), f"{request.state} with slot {request.slot}"
         if not holds:
             assert not request.blocks, f"{request.state} with device blocks"
@@ -47,7 +47,11 @@ def _check_slots(life: Lifecycle, requests: list[Request]) -> None:
         if request.state is State.DRAINING:
             assert not s.runs[slot] and s.in_flight[slot] and not request.blocks, f"slot {slot}: not drained well"
             continue
-        assert s.runs[slot] or s.in_flight[slot], f"slot {slot} will never move"
+        if request.state is State.LOADING:
+            assert not s.runs[slot] and not s.in_flight[slot], f"slot {slot} runs before its blocks are there"
+            assert sum(request in t.loading for t in life.kv.transfers) == 1, f"slot {slot}: nothing is on its way"
+        else:
+            assert s.runs[slot] or s.in_flight[slot], f"slot {slot} will never move"
         assert s.capacity[slot] == len(request.blocks) * life.kv.block_size, f"slot {slot}: capacity is wrong"
         assert s.computed[slot] <= s.capacity[slot], f"slot {slot}: tokens without blocks"
         assert len(set(request.blocks)) == len(request.blocks), f"slot {slot}: a block twice in one table"

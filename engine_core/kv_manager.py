@@ -1,22 +1,24 @@
 """Which blocks a request holds, on the device and on the host; prefix reuse, copy-on-write, swap.
 
-All decisions are written down as *events* for the next step plan. The runner applies a plan's swap-outs, swap-ins and
-copies, in this order, before its rows run, and one plan after the other. So a block that a swap-out reads may be
-handed out again at once. Every other block of a transfer must stay what it is until that plan ran: the transfer owns a
-reference (`owned`) until the step came back.
+All decisions are written down as *events* for the next step plan. Copies within the device run before its rows; swaps
+between device and host run beside this step and later ones, see `transfers`.
 
-The host pool holds swapped-out requests (referenced) and, as a second tier, evicted prefix blocks (free, hashed).
+The host pool holds swapped-out requests (referenced) and, as a second tier, copies of prefix blocks (free, hashed).
+A block is copied there as soon as it is full and has a hash. So evicting it costs nothing, and pushing a request out
+copies little more than its last block.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from wavecore.engine_core import block_hash
 from wavecore.engine_core.block_pool import BlockPool
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.request import Request
 from wavecore.engine_core.slots import NEVER
+from wavecore.engine_core.transfers import Transfers
 
 BLOCK_BYTES = 2 << 20
 
@@ -35,13 +37,25 @@ def choose_block_size(kv_bytes_per_token: int) -> int:
 
 @dataclass(slots=True)
 class KVEvents:
-    """What the next plan must tell the runner; `table` entries are (slot, first index, block ids)."""
+    """What a plan must tell the runner; `table` entries are (slot, first index, block ids).
 
+    Attributes:
+        owned: what `copies` read; released when the step came back.
+    """
+
+    step_id: int
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     table: list[tuple[int, int, list[int]]] = field(default_factory=list)
     owned: list[tuple[BlockPool, int]] = field(default_factory=list)
+
+
+class Admitted(NamedTuple):
+    """Tokens of a request whose KV is there, and whether a part of it is still on its way from the host."""
+
+    tokens: int
+    loading: bool
 
 
 @dataclass(slots=True)
@@ -62,26 +76,45 @@ class KVCacheManager:
         self.host = BlockPool(info.num_host_blocks + 1)  # host block ids count from 0; see `_host_id`
         self.prefix_caching = prefix_caching
         self.watermark = int(watermark * self.device.usable)
-        self.events = KVEvents()
+        self.events = KVEvents(0)
+        self.transfers = Transfers()
         self.swap_pays = True  # copying a block out and back costs less than computing it again
         self.queries = self.hits = 0  # prompt tokens looked up, and found
         # Filled by rows or copies of the plan in the making: none of its copies may read them.
-        self._unwritten: set[int] = set()
+        self._unwritten: dict[int, None] = {}
 
     def take_events(self) -> KVEvents:
         """The events of the plan that is now complete."""
-        events, self.events = self.events, KVEvents()
+        events, self.events = self.events, KVEvents(self.events.step_id + 1)
+        for block in reversed(self._unwritten):  # its rows write them, so a later plan's transfer may read them
+            self._save(block)
         self._unwritten.clear()
         return events
 
     def settle(self, events: KVEvents) -> None:
-        """The plan's transfers are done."""
+        """The plan came back."""
         for pool, block in events.owned:
             pool.release((block,))
 
+    def void(self, events: list[KVEvents]) -> list[Request]:
+        """The plans of `events` did not happen, nor does the one in the making. Returns what all transfers loaded."""
+        for each in (*events, self.events):
+            self.settle(each)
+        step_id = self.events.step_id
+        self.events = KVEvents(step_id)
+        self._unwritten.clear()
+        loaded = self.transfers.land(step_id)
+        self.transfers.after = step_id - 1
+        return loaded
+
+    @property
+    def leaving(self) -> int:
+        """Device blocks that come free when transfers land."""
+        return self.transfers.leaving(self.device)
+
     # --- a request comes and goes ---------------------------------------------------------------------------------
 
-    def admit(self, request: Request, source: Request | None, reserve: int) -> int | None:
+    def admit(self, request: Request, source: Request | None, reserve: int) -> Admitted | None:
         """Give the request blocks for all its tokens, reusing what is there; at least one token stays to compute.
 
         The whole sequence must fit at once: two half-prefilled prompts can then never fight for the rest.
@@ -90,7 +123,7 @@ class KVCacheManager:
             source: a running request with the same prompt, computed by earlier steps, to share blocks with.
             reserve: blocks that must stay free.
 
-        Returns: tokens whose KV is there, or None when there is no room now.
+        Returns: None when there is no room now.
         """
         if self.prefix_caching:  # output known since the prompt was hashed
             block_hash.extend(request.hashes, request.root, request.tokens, self.block_size)
@@ -112,14 +145,17 @@ class KVCacheManager:
                 self.queries += len(request.tokens)
                 self.hits += prefix.tokens
         request.blocks = blocks
-        return prefix.tokens
+        loading = any(pool is self.host for pool, _ in prefix.sources)
+        if loading:
+            self.transfers.of(self.events.step_id).loading.append(request)
+        return Admitted(prefix.tokens, loading)
 
     def grow(self, request: Request, slot: int, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens in all. False when no block is free; what was added stays."""
         while len(request.blocks) * self.block_size < num_tokens:
             if not self.device.num_free:
                 return False
-            block = self._allocate()
+            block = self.device.allocate()
             self.events.table.append((slot, len(request.blocks), [block]))
             request.blocks.append(block)
         return True
@@ -130,15 +166,21 @@ class KVCacheManager:
         request.blocks, request.host_blocks, request.swapped = [], [], 0
 
     def swap_out(self, request: Request, num_tokens: int) -> bool:
-        """Copy the blocks of its `num_tokens` computed tokens to the host and free them. False if that cannot be, or
-        does not pay."""
+        """Copy the blocks of its `num_tokens` computed tokens to the host, and free them as far as they are there.
+        False if that cannot be, or does not pay."""
         needed = -(-num_tokens // self.block_size)
         if not self.swap_pays or self.host.num_free < needed:
             return False
-        request.host_blocks = [self.host.allocate() for _ in range(needed)]
-        self._own(self.host, request.host_blocks)
-        pairs = zip(request.blocks, request.host_blocks, strict=False)  # a block beyond the computed tokens is empty
-        self.events.swap_out += [(block, _host_id(host)) for block, host in pairs]
+        for block in request.blocks[:needed]:  # a block beyond the computed tokens is empty
+            self._save(block)
+            digest = self.device.hash_of(block)
+            host = None if digest is None else self.host.find(digest)
+            if host is None:
+                host = self.host.allocate()
+                self._move_out(block, host)
+            else:
+                self.host.acquire((host,))
+            request.host_blocks.append(host)
         request.swapped = num_tokens
         self.device.release(reversed(request.blocks))
         request.blocks = []
@@ -154,7 +196,7 @@ class KVCacheManager:
             if self.device.hash_of(request.blocks[i]) is not None:
                 break  # it and all before it were registered by an earlier chunk, or found
             if self.device.register(request.blocks[i], request.hashes[i]):
-                self._unwritten.add(request.blocks[i])
+                self._unwritten[request.blocks[i]] = None
 
     def register_next(self, request: Request, tokens: block_hash.Tokens, next_cache: int) -> int:
         """Same for a running request whose block up to `next_cache` is computed; returns the next such length."""
@@ -162,13 +204,17 @@ class KVCacheManager:
             return NEVER
         block_hash.extend(request.hashes, request.root, tokens[:next_cache], self.block_size)
         i = next_cache // self.block_size - 1
-        self.device.register(request.blocks[i], request.hashes[i])
+        if self.device.register(request.blocks[i], request.hashes[i]):
+            self._save(request.blocks[i])
         return next_cache + self.block_size
 
     def forget(self, request: Request) -> None:
-        """Its blocks' content is not to be trusted."""
-        for block in request.blocks:
-            self.device.forget(block)
+        """The content of its blocks is not to be trusted, nor are copies of it."""
+        for pool in (self.device, self.host):
+            for digest in request.hashes:
+                block = pool.find(digest)
+                if block is not None:
+                    pool.forget(block)
 
     def reset(self) -> None:
         """Forget all prefixes; blocks in use stay with their owners."""
@@ -226,32 +272,41 @@ class KVCacheManager:
             return None
         # Hits are touched before anything is allocated: allocation evicts, and must not evict a hit.
         self.device.acquire(prefix.shared)
-        for pool, block in prefix.sources:
-            self._own(pool, [block])
+        self.device.acquire(copied)
+        self.events.owned += [(self.device, block) for block in copied]
         blocks = list(prefix.shared)
         for pool, block in prefix.sources:
-            blocks.append(self._allocate())
+            blocks.append(self.device.allocate())
             if pool is self.host:
-                self.events.swap_in.append((_host_id(block), blocks[-1]))
+                self._move_in(block, blocks[-1])
             else:
                 self.events.copies.append((block, blocks[-1]))
-                self._unwritten.add(blocks[-1])  # all copies of a plan run at once
-        blocks += [self._allocate() for _ in range(total - len(blocks))]
+                self._unwritten[blocks[-1]] = None  # all copies of a plan run at once
+        blocks += [self.device.allocate() for _ in range(total - len(blocks))]
         return blocks
 
-    def _allocate(self) -> int:
-        block = self.device.peek()
+    def _save(self, block: int) -> None:
+        """Copy a findable block to the second tier, unless it is there."""
         digest = self.device.hash_of(block)
-        if self.swap_pays and digest is not None and self.host.num_free and self.host.find(digest) is None:
-            host = self.host.allocate()
-            self.host.register(host, digest)
-            self.events.owned.append((self.host, host))
-            self.events.swap_out.append((block, _host_id(host)))
-        return self.device.allocate()
+        if digest is None or not (self.swap_pays and self.host.num_free) or self.host.find(digest) is not None:
+            return
+        host = self.host.allocate()
+        self.host.register(host, digest)
+        self._move_out(block, host)
+        self.host.release((host,))
 
-    def _own(self, pool: BlockPool, blocks: list[int]) -> None:
-        pool.acquire(blocks)
-        self.events.owned += [(pool, block) for block in blocks]
+    def _move_out(self, block: int, host: int) -> None:
+        self.events.swap_out.append((block, _host_id(host)))
+        self._own_both(block, host)
+
+    def _move_in(self, host: int, block: int) -> None:
+        self.events.swap_in.append((_host_id(host), block))
+        self._own_both(block, host)
+
+    def _own_both(self, block: int, host: int) -> None:
+        transfer = self.transfers.of(self.events.step_id)
+        transfer.own(self.device, block)
+        transfer.own(self.host, host)
 
 
 def _host_id(block: int) -> int:

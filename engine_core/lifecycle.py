@@ -1,13 +1,15 @@
 """Every request from arrival to end: who is here, in which state, and all moves between states.
 
     WAITING --start--> RUNNING --close--> ENDED
+    WAITING --start--> LOADING --land--> RUNNING (where blocks come from the host)
     FORKING --release_forks--> WAITING (a further choice, once the first one's prompt is computed)
-    RUNNING --preempt--> DRAINING --requeue--> PREEMPTED --start--> RUNNING
+    RUNNING --preempt--> DRAINING --requeue--> PREEMPTED --start--> RUNNING or LOADING
     any state --end--> ENDED
 
 A slot is kept until the last step in flight that touches it came back, whatever became of the request; so a plan's
 slots always mean the requests they meant when it was written. Blocks are freed at once: plans run one after the other,
-so the next owner writes after the last reader. Decides nothing: `scheduler` plans, `step_update` takes results.
+so the next owner writes after the last reader; transfers own theirs. Decides nothing: `scheduler` plans, `step_update`
+takes results.
 """
 
 from __future__ import annotations
@@ -139,23 +141,26 @@ class Lifecycle:
         """
         s = self.slots
         source = request.source if self._may_share(request) else None
-        computed = self.kv.admit(request, source, reserve)
-        if computed is None:
+        admitted = self.kv.admit(request, source, reserve)
+        if admitted is None:
             return None
         self.waiting.remove(request)
         size = self.kv.block_size
-        slot = s.take(request, self._number_of[request.client], computed, len(request.blocks) * size)
+        slot = s.take(request, self._number_of[request.client], admitted.tokens, len(request.blocks) * size)
         first_output_block = (len(request.tokens) // size + 1) * size
         s.next_cache[slot] = first_output_block if self.kv.prefix_caching and not request.stale else NEVER
         self.kv.events.table.append((slot, 0, list(request.blocks)))
         if not request.started:
-            request.cached_tokens = 0 if source else computed
+            request.cached_tokens = 0 if source else admitted.tokens
             self._leaves_queue(request)
             for choice in (request, *request.forks):  # the request has started, though a fork runs a little later
                 self.stop_timer(choice, "queue_timeout")
         self._start_timer(request, "holding", self.max_holding)
         request.source = None
         request.state = State.RUNNING
+        if admitted.loading:
+            request.state = State.LOADING
+            s.stop(slot)
         return Admission(
             slot=slot,
             token_ids=request.tokens,
@@ -165,6 +170,16 @@ class Lifecycle:
             prompt_embeds=request.prompt_embeds,
             pooling=request.pooling,
         )
+
+    def land(self, step_id: int) -> None:
+        """Transfers of plans up to `step_id` are done, or all further plans run behind them: loaded requests run."""
+        self._resume(self.kv.transfers.land(step_id))
+
+    def _resume(self, loaded: list[Request]) -> None:
+        for request in loaded:
+            if request.state is State.LOADING:
+                request.state = State.RUNNING
+                self.slots.resume(request.slot)
 
     def _may_share(self, fork: Request) -> bool:
         """Its source still holds the prompt's blocks, and earlier plans compute all of them."""
@@ -289,10 +304,9 @@ class Lifecycle:
                 self.kv.free(request)  # swapped out: computed again
 
     def roll_back(self, void: list[KVEvents], cause: str) -> None:
-        """All steps in flight, with the transfers `void`, never happened: their requests queue again."""
+        """All steps in flight, with the events `void`, never happened: their requests queue again."""
         s = self.slots
-        for events in (*void, self.kv.take_events()):
-            self.kv.settle(events)
+        self._resume(self.kv.void(void))
         self.reset_prefix_cache()
         s.in_flight[:] = 0
         taken = [slot for slot, request in enumerate(s.requests) if request is not None]

@@ -50,7 +50,11 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Events are applied in field order (swaps and copies, admissions, block table), then the rows run.
+    """One step. Copies, admissions and block table are applied, in this order, then the rows run.
+
+    The swaps are a *transfer* beside the steps: first those out, then those in. It begins when the rows of all earlier
+    plans are done, and transfers follow one another. Rows may run before it is done, except those of plans that name
+    it in `after`.
 
     Attributes:
         step_id: counts up by one a step.
@@ -59,6 +63,7 @@ class StepPlan:
         swap_out, swap_in: int32 [n, 2] of (gpu block, host block) and (host block, gpu block).
         copies: int32 [n, 2] of (source block, destination block) on the device.
         block_slots, block_indices, block_ids: int32 [n]: block_table[slot, index] = id.
+        after: copies and rows run behind the transfers of all plans up to this earlier step id; -1 behind none.
     """
 
     step_id: int
@@ -73,6 +78,7 @@ class StepPlan:
     block_slots: I32
     block_indices: I32
     block_ids: I32
+    after: int = -1
 
     @property
     def num_rows(self) -> int:
@@ -107,6 +113,7 @@ class StepResult:
         faults: uint8 [rows], 1 where the row's logits held NaN or no finite value.
         logprobs, prompt_logprobs: by row index, only rows that asked.
         pooled: float32 [hidden] by row index: the embedding of a row that finished a pooling request.
+        transferred: the transfers of all plans up to this step id are done; -1 none yet.
     """
 
     tokens: I32
@@ -114,6 +121,7 @@ class StepResult:
     logprobs: Mapping[int, RowLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, RowLogprobs] = field(default_factory=dict)
     pooled: Mapping[int, F32] = field(default_factory=dict)
+    transferred: int = -1
 
 
 class PendingStep(Protocol):

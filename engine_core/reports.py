@@ -46,6 +46,8 @@ def _known(life: Lifecycle, request: Request) -> int:
 def _reason(life: Lifecycle, request: Request, place: int, blocked: str) -> str:
     if request.state is State.FORKING:
         return "the first choice must compute the prompt that they share"
+    if request.state is State.LOADING:
+        return "its blocks are on their way from host memory"
     if request.state is State.DRAINING:
         return f"preempted; {life.slots.in_flight[request.slot]} steps in flight must come back first"
     if request.queued:

@@ -35,6 +35,7 @@ OPTIONS = frozenset({"priority", "cache_salt", "timeout", "queue_timeout", "firs
 class State(Enum):
     WAITING = "waiting"  # in the queue, never started
     FORKING = "forking"  # a further choice; waits until the first one's prompt is computed
+    LOADING = "loading"  # holds a slot and blocks; some of their content is on its way from the host
     RUNNING = "running"  # holds a slot and blocks
     DRAINING = "draining"  # preempted with steps in flight: keeps its slot until their tokens arrived
     PREEMPTED = "preempted"  # in the queue again

@@ -1,4 +1,4 @@
-"""Runs step plans on one device: slot state, one packed copy in, the model, sampling, one copy out.
+"""Runs step plans on one device: slot state, one packed copy in, the model, sampling, one copy out; swaps beside it.
 
 On CUDA `launch` queues the step's work and returns; `wait` waits for an event behind the copy of its tokens. On a CPU
 `launch` only notes the plan and `wait` computes it, so that two steps in flight delay no token.
@@ -22,6 +22,7 @@ from wavecore.engine_core.row_extras import Extras, LogprobRows, pool, prompt_lo
 from wavecore.engine_core.slot_state import SlotState, Views
 from wavecore.engine_core.step_copies import CopyIn, fetch
 from wavecore.engine_core.step_shape import StepShape
+from wavecore.engine_core.swap_stream import SwapStream
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers, StepRows
 
@@ -46,6 +47,7 @@ class ModelRunner:
         )
         self.buffers = BatchBuffers.allocate(max_num_batched_tokens, max_num_seqs, self.state.max_blocks, self.device)
         self.copy_in = CopyIn(self.device)
+        self.swaps = SwapStream(self.device)
         self.bucket_limits = None if self.device.type == "cpu" else (max_num_batched_tokens, max_num_seqs)
         self.pages = self.host_pages = torch.empty(0)
 
@@ -72,18 +74,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> PendingStep:
-        """Apply the plan's events in their order, run its rows, and begin to fetch what they produce."""
+        """Begin the plan's transfer, apply its events, run its rows, and begin to fetch what they produce."""
         with _out_of_memory(plan):
+            self.swaps.join(plan.after)
+            self.swaps.start(plan, self.pages, self.host_pages)
             shape = StepShape.of(plan, self.bucket_limits)
             self.state.admit(plan.admitted)
             packed = self.state.pack(plan, shape)
             views = packed.split(self.copy_in(packed.values))
-            self._move_blocks(plan, views)
+            if len(plan.copies):  # on the step's own stream: its rows need them at once
+                ops.copy_blocks(self.pages, views["copies"].long().view(-1, 2))
             self.state.update(plan, views)
             if not len(shape.slots):
-                return _Launched(shape, torch.zeros((2, 0), dtype=torch.int32), Extras(), None)
+                return _Launched(shape, torch.zeros((2, 0), dtype=torch.int32), Extras(), None, self.swaps)
             outcome, extras = self._forward(shape, views)
-            return _Launched.fetching(shape, outcome, extras)
+            return _Launched.fetching(shape, outcome, extras, self.swaps)
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes by use."""
@@ -109,19 +114,6 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Nothing runs between calls."""
-
-    def _move_blocks(self, plan: StepPlan, views: Views) -> None:
-        """Whole pages, all layers at once: one copy each, in the order out, in, copies.
-
-        On the step's own stream: the plan may hand out again the very blocks that it swaps out, so its rows would
-        have to wait for the copies on any other stream, too.
-        """
-        for block, host_block in plan.swap_out.tolist():
-            self.host_pages[host_block].copy_(self.pages[block], non_blocking=True)
-        for host_block, block in plan.swap_in.tolist():
-            self.pages[block].copy_(self.host_pages[host_block], non_blocking=True)
-        if len(plan.copies):
-            ops.copy_blocks(self.pages, views["copies"].long().view(-1, 2))
 
     def _forward(self, shape: StepShape, views: Views) -> Forward:
         """Tokens and faults as int32 [2, R] in device row order, and the extras by plan row."""
@@ -191,15 +183,16 @@ class _Launched:
     outcome: Tensor
     extras: Extras
     event: torch.cuda.Event | None
+    swaps: SwapStream
 
     @classmethod
-    def fetching(cls, shape: StepShape, outcome: Tensor, extras: Extras) -> _Launched:
+    def fetching(cls, shape: StepShape, outcome: Tensor, extras: Extras, swaps: SwapStream) -> _Launched:
         host, extras = fetch(outcome), extras.map(fetch)
         event = None
         if outcome.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return cls(shape, host, extras, event)
+        return cls(shape, host, extras, event, swaps)
 
     def wait(self) -> StepResult:
         """The result in the plan's row order."""
@@ -218,6 +211,7 @@ class _Launched:
             logprobs=extras.row_logprobs(),
             prompt_logprobs={row: to_row_logprobs(triple) for row, triple in extras.prompt_logprobs.items()},
             pooled=pooled,
+            transferred=self.swaps.poll(),
         )
 
 

@@ -6,7 +6,9 @@ token and several steps may be in flight.
 
 Rules: running requests first, best key first; nothing is admitted in a step where somebody had to make room; a request
 is admitted only with blocks for its whole sequence. A running request that needs a block takes it from the worst one
-behind it; the last in line just skips the step. So the first in line always moves, and everything ends.
+behind it; the last in line just skips the step, and so does anybody while blocks are coming free by a transfer. When no
+row can run, nobody gains by waiting for transfers: they count as landed, and the device orders what depends on them.
+So the first in line always moves, and everything ends.
 Knows no device, no socket and no text.
 """
 
@@ -56,17 +58,14 @@ class Scheduler:
         self._made_room_for: Request | None = None  # others were pushed out for it: it may use the reserve
 
     def schedule(self) -> Scheduled | None:
-        """Plan the next step; None when no row can run now."""
+        """Plan the next step; None when there is nothing to do now. It may hold swaps alone, and no row."""
         self.life.expire()
-        if self.life.policy.preempts:
-            self._admit_urgent()
-        rows, lens, left = self._running_rows()
-        rows, lens, all_fit = self._grow(rows, lens)
-        if all_fit:
-            rows, lens = self._admit(rows, lens, left)
-        else:
-            self.blocked = "a running request had to make room or to skip this step"
-        if not len(rows):
+        rows, lens = self._choose()
+        kv = self.life.kv
+        if not len(rows) and kv.transfers:
+            self.life.land(kv.events.step_id - 1)
+            rows, lens = self._choose()
+        if not len(rows) and not (kv.events.swap_out or kv.events.swap_in):
             return None
         return self._commit(rows, lens)
 
@@ -74,6 +73,17 @@ class Scheduler:
         """Plan smaller steps from now on: a step ran out of memory. Decode rows always run, whatever the budget."""
         self.budget = max(self.budget // 2, 1)
         logger.warning("steps are cut to %d tokens; start with a lower max_num_batched_tokens", self.budget)
+
+    def _choose(self) -> tuple[Rows, I32]:
+        """The slots that get a row now, and their query lengths."""
+        if self.life.policy.preempts:
+            self._admit_urgent()
+        rows, lens, left = self._running_rows()
+        rows, lens, all_fit = self._grow(rows, lens)
+        if all_fit:
+            return self._admit(rows, lens, left)
+        self.blocked = "a running request had to make room or to skip this step"
+        return rows, lens
 
     # --- running requests -----------------------------------------------------------------------------------------
 
@@ -103,7 +113,7 @@ class Scheduler:
         if not len(short):
             return rows, lens, True
         skipped: list[int] = []
-        preempted = False
+        preempted = leaving = False
         for i in short.tolist():
             slot = int(rows[i])
             if not s.runs[slot]:
@@ -111,7 +121,8 @@ class Scheduler:
             request = s.at(slot)
             while not kv.grow(request, slot, int(ends[i])):
                 victim = self._worst()
-                if victim == slot:
+                leaving = leaving or kv.leaving > 0
+                if victim == slot or leaving:
                     skipped.append(i)
                     break
                 self.life.preempt(victim, f"request {request.handle} needed a block")
@@ -146,6 +157,8 @@ class Scheduler:
             slot = self._start(request, self.life.kv.watermark if keep_reserve else 0)
             if slot is None:
                 break
+            if not s.runs[slot]:
+                continue  # its blocks must be loaded first
             computed = int(s.computed[slot])
             length = min(n - computed, left)
             left -= length
@@ -186,6 +199,8 @@ class Scheduler:
                 continue
             if not s.free and self.life.num_running > len(s.ordered()):
                 return  # a slot is coming free
+            if 0 < self._missing(request) <= self.life.kv.leaving:
+                return  # blocks are coming free
             if not self._could_fit(request, victims):
                 return  # pushing them all out would not help
             self._made_room_for = request
@@ -196,11 +211,15 @@ class Scheduler:
         """Without the victims there would be blocks for all its tokens."""
         s = self.life.slots
         pool = self.life.kv.device
-        missing = -(-len(request.tokens) // self.life.kv.block_size) - pool.num_free
+        missing = self._missing(request)
         if missing * self.life.kv.block_size > int(s.capacity[victims].sum()):
             return False
         held = Counter(block for slot in victims.tolist() for block in s.at(slot).blocks)
         return missing <= sum(pool.refs(block) == count for block, count in held.items())
+
+    def _missing(self, request: Request) -> int:
+        """Blocks for its tokens that are not free."""
+        return -(-len(request.tokens) // self.life.kv.block_size) - self.life.kv.device.num_free
 
     def _outranked(self, request: Request) -> Rows:
         """Running slots of a worse priority class and with a worse key, worst last."""
@@ -216,7 +235,7 @@ class Scheduler:
     def _commit(self, rows: Rows, lens: I32) -> Scheduled:
         """Advance the counters and write the plan, rows of one token first."""
         s = self.life.slots
-        if int(lens.max()) > 1:
+        if (lens > 1).any():
             order = np.argsort(lens > 1, kind="stable")
             rows, lens = rows[order], lens[order]
         starts = s.computed[rows]
@@ -236,7 +255,7 @@ class Scheduler:
         events = self.life.kv.take_events()
         admitted, self._admitted = tuple(self._admitted), []
         plan = StepPlan(
-            step_id=self.life.totals.steps,
+            step_id=events.step_id,
             slots=s.order32 if rows is s.order else rows.astype(np.int32),
             starts=starts,
             query_lens=lens,
@@ -245,6 +264,7 @@ class Scheduler:
             swap_in=_pairs(events.swap_in),
             copies=_pairs(events.copies),
             admitted=admitted,
+            after=self.life.kv.transfers.after,
             **_table(events.table),
         )
         self.life.totals.steps += 1

@@ -11,6 +11,8 @@ launch order, like kernels on a stream. Imports no torch: starts in a fraction o
     block_size (16), num_blocks (1024), num_host_blocks (0): config.block_size, config.num_gpu_blocks_override and
         config.max_model_len go first; host blocks count only with config.swap_space_gib > 0.
     step_seconds (0.0): how long the device takes for a step. swap_block_seconds (0.0): reported, costs nothing.
+    transfer_steps (0): a transfer is done with the rows of its own step, or so many steps later. It is done in one
+        moment at the end of that time, and the blocks that it brings hold nothing until then.
     scripts ({}): {"<first prompt token>": [token, ...]}: a prompt that starts with this token gets these output
         tokens, then eos (the last one again without eos). "*" is the script of any other prompt. Without a script the
         token is the hash.
@@ -75,6 +77,7 @@ class Script:
     num_host_blocks: int = 0
     step_seconds: float = 0.0
     swap_block_seconds: float = 0.0
+    transfer_steps: int = 0
     load_seconds: float = 0.0
     scripts: Mapping[str, list[int]] = field(default_factory=dict)
     tokenizer: str = ""
@@ -131,6 +134,8 @@ class ScriptedRunner:
         self.tokens = np.zeros((rows, info.max_model_len + 1), np.int32)
         self.admitted: list[Admission | None] = [None] * rows
         self.queue: deque[_Pending] = deque()
+        self.transfers: deque[StepPlan] = deque()
+        self.transferred = -1
         self.device_free = 0.0  # when the made-up device is done with what was waited for
 
     def launch(self, plan: StepPlan) -> _Pending:
@@ -149,12 +154,10 @@ class ScriptedRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Apply the plan's events, write the KV of all rows, then read: like the layers of a model do."""
-        for pairs, source, target in (
-            (plan.swap_out, self.blocks, self.host_blocks),
-            (plan.swap_in, self.host_blocks, self.blocks),
-            (plan.copies, self.blocks, self.blocks),
-        ):
-            target[pairs[:, 1]] = source[pairs[:, 0]]  # all pairs at once, as a kernel does
+        self._transfer(plan.after)
+        self.transfers.append(plan)
+        self.blocks[plan.swap_in[:, 1]] = POISON
+        _copy(plan.copies, self.blocks, self.blocks)
         for admission in plan.admitted:
             self.admitted[admission.slot] = admission
             self.tokens[admission.slot, : len(admission.token_ids)] = admission.token_ids
@@ -164,7 +167,16 @@ class ScriptedRunner:
         # A row may read, right before its start, what another row of this step writes: earlier positions go first.
         for slot, start, length in sorted(rows, key=lambda row: row[1]):
             self._write(slot, start, length)
+        self._transfer(plan.step_id - self.script.transfer_steps)
         return self._read(plan, rows)
+
+    def _transfer(self, step_id: int) -> None:
+        """The transfers of plans up to this one happen, as late as they may."""
+        while self.transfers and self.transfers[0].step_id <= step_id:
+            plan = self.transfers.popleft()
+            _copy(plan.swap_out, self.blocks, self.host_blocks)
+            _copy(plan.swap_in, self.host_blocks, self.blocks)
+            self.transferred = plan.step_id
 
     def _write(self, slot: int, start: int, length: int) -> None:
         size = self.info.block_size
@@ -196,7 +208,7 @@ class ScriptedRunner:
             elif admission.pooling and end == len(admission.token_ids):
                 seen = self._context(slot, end)
                 pooled[i] = np.array([zlib.crc32(seen, k) / 2**32 for k in range(self.info.hidden_size)], np.float32)
-        return StepResult(tokens, faults, logprobs, prompt_logprobs, pooled)
+        return StepResult(tokens, faults, logprobs, prompt_logprobs, pooled, self.transferred)
 
     def _at(self, slot: int) -> Admission:
         admission = self.admitted[slot]
@@ -279,6 +291,10 @@ class _Pending:
             self.runner.device_free = done
             time.sleep(max(0.0, done - time.monotonic()))
         return result
+
+
+def _copy(pairs: npt.NDArray[np.int32], source: U32, target: U32) -> None:
+    target[pairs[:, 1]] = source[pairs[:, 0]]  # all pairs at once, as a kernel does
 
 
 def _exit(how: Mapping[str, Any]) -> None:

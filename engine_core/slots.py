@@ -81,6 +81,10 @@ class Slots:
         self.runs[slot] = False
         self._changed = True
 
+    def resume(self, slot: int) -> None:
+        self.runs[slot] = True
+        self._changed = True
+
     def ordered(self) -> npt.NDArray[np.intp]:
         """Slots that want rows, best key first. `order32` is the same as int32. Neither is ever written to."""
         if self._changed:

@@ -24,6 +24,7 @@ def update(life: Lifecycle, step: Scheduled, result: StepResult) -> None:
     s = life.slots
     slots = step.slots
     life.kv.settle(step.events)
+    life.land(result.transferred)
     s.in_flight[slots] -= 1
     if result.faults.any():
         _fail(life, slots[np.flatnonzero(result.faults)])

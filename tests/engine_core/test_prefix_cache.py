@@ -156,6 +156,26 @@ def test_evicted_prefixes_come_back_from_host_memory() -> None:
     assert cached(d, 2) >= 36 and d.core.life.totals.prompt_tokens - before <= 4
 
 
+def test_a_block_is_copied_to_the_host_once_and_before_anybody_needs_its_place() -> None:
+    d = driver(swap_space_gib=1.0)
+    d.add(0, LONG, max_tokens=9)
+    d.run()
+    assert d.core.life.kv.host.num_cached == 12  # 48 tokens were computed
+    d.add(1, LONG, max_tokens=2)
+    d.run()
+    assert d.core.life.kv.host.num_cached == 12 and len(d.runner.swapped_out) == 12
+
+
+def test_the_host_forgets_blocks_of_a_request_that_went_wrong() -> None:
+    script = Script(vocab_size=97, eos_token_id=[], num_host_blocks=40, faults={"nan_token": 96})
+    d = Driver(script, block_size=4, num_gpu_blocks_override=100, swap_space_gib=1.0, max_num_seqs=8)
+    d.add(0, LONG[1:], max_tokens=3)
+    d.add(1, [96, *LONG], max_tokens=3)
+    d.run()
+    assert d.finish[1] is FinishReason.ERROR
+    assert d.core.life.kv.device.num_cached == d.core.life.kv.host.num_cached == 10  # those of the good one
+
+
 def test_swapping_that_does_not_pay_is_not_done() -> None:
     d = Driver(
         Script(vocab_size=97, eos_token_id=[], num_host_blocks=40, swap_block_seconds=10.0),
@@ -220,10 +240,10 @@ def test_a_copy_never_reads_what_its_own_step_writes() -> None:
     d = driver()
     kv = d.core.life.kv
     row, first, fork = (d.core.admit(make_add(i, LONG[:n])) for i, n in enumerate((20, 17, 15)))
-    assert kv.admit(row, None, 0) == 0
+    assert kv.admit(row, None, 0) == (0, False)
     kv.register(row, 20)
-    assert kv.admit(first, None, 0) == 16
-    assert kv.admit(fork, first, 0) == 12
+    assert kv.admit(first, None, 0) == (16, False)
+    assert kv.admit(fork, first, 0) == (12, False)
     assert kv.take_events().copies == []
 
 

@@ -25,6 +25,7 @@ configs = st.fixed_dictionaries(
         "ageing_seconds": st.just(0.001),
         "async_scheduling": st.booleans(),
         "swap_space_gib": st.sampled_from([0.0, 1.0]),
+        "transfer_steps": st.integers(0, 3),
         "oom_at_steps": st.just([]) | st.lists(st.integers(0, 30), min_size=1, max_size=4),
     }
 )
@@ -55,8 +56,10 @@ requests = st.fixed_dictionaries(
 
 def play(config: dict[str, Any], plans: list[dict[str, Any]]) -> Driver:
     faults = {"oom_at_steps": config["oom_at_steps"]}
-    script = Script(vocab_size=VOCAB, num_host_blocks=6, max_model_len=48, faults=faults)
-    driver = Driver(script, **{name: value for name, value in config.items() if name != "oom_at_steps"})
+    lag = config["transfer_steps"]
+    script = Script(vocab_size=VOCAB, num_host_blocks=6, max_model_len=48, transfer_steps=lag, faults=faults)
+    scripted = ("oom_at_steps", "transfer_steps")
+    driver = Driver(script, **{name: value for name, value in config.items() if name not in scripted})
     handles: dict[int, dict[str, Any]] = {i * 8: plan for i, plan in enumerate(plans)}
     last = max((max(p["at"], p["abort_at"] or 0) for p in plans), default=0)
     for now in range(last + 1):
@@ -126,6 +129,7 @@ tight = st.fixed_dictionaries(
         "watermark": st.just(0.0),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
         "swap_space_gib": st.sampled_from([0.0, 1.0]),
+        "transfer_steps": st.integers(0, 3),
         "oom_at_steps": st.just([]) | st.lists(st.integers(0, 30), min_size=1, max_size=4),
     }
 )

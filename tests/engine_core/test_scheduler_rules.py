@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,15 @@ from wavecore.engine_core.scripted import Script
 from wavecore.transport.messages import FinishReason
 
 SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=256, num_host_blocks=40)
+SLOW = replace(SCRIPT, transfer_steps=6)  # swaps are done six steps after the one that began them
 
 
 def prompt(seed: int, length: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(1, 97, length)]
 
 
-def small(**config: Any) -> Driver:
-    return Driver(SCRIPT, **{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, **config})
+def small(script: Script = SCRIPT, **config: Any) -> Driver:
+    return Driver(script, **{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, **config})
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -59,19 +61,109 @@ def test_nothing_is_admitted_in_a_step_where_somebody_made_room() -> None:
     assert before > 2
 
 
-def test_a_swapped_request_may_end_before_its_copy_ran() -> None:
-    """Its host blocks stay its transfer's until that plan is done."""
-    driver = small(num_gpu_blocks_override=9, max_num_seqs=1, swap_space_gib=1.0, scheduling_policy="priority")
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_swapped_request_may_end_before_its_copy_is_done(caching: bool) -> None:
+    """Its blocks, here and on the host, stay the transfer's."""
+    driver = small(
+        SLOW, num_gpu_blocks_override=12, swap_space_gib=1.0, scheduling_policy="priority",
+        enable_prefix_caching=caching,
+    )  # fmt: skip
     driver.add(0, prompt(0, 12), {"priority": 5}, max_tokens=18)
+    driver.add(2, prompt(2, 3), {"priority": 1}, max_tokens=12)
     for _ in range(6):
         driver.step()
     driver.add(1, prompt(1, 24), {"priority": 0}, max_tokens=5)
-    assert driver.core.scheduler.schedule() is None  # the slot is coming free; the swap waits for the next plan
+    driver.step()
+    life = driver.core.life
+    assert life.totals.swapped_tokens > 0
     driver.core.abort(CLIENT, [0])
     driver.core.check_integrity()
-    assert driver.core.life.kv.host.num_free < 40
+    assert life.kv.host.num_free < 40 and life.kv.leaving > 0
     driver.run()
-    assert (driver.outputs[1], driver.finish[1]) == driver.expected(1)
+    for handle in (1, 2):
+        assert (driver.outputs[handle], driver.finish[handle]) == driver.expected(handle)
+
+
+def swapped_out(driver: Driver) -> None:
+    """Request 0 is in host memory, 1 and 2 run."""
+    driver.add(0, prompt(0, 20), {"priority": 5}, max_tokens=18)
+    driver.add(1, prompt(1, 3), {"priority": 1}, max_tokens=40)
+    for _ in range(5):
+        driver.step()
+    driver.add(2, prompt(2, 60), {"priority": 0}, max_tokens=1)
+    step_until(driver, 0, State.PREEMPTED)
+    assert driver.core.life.totals.swapped_tokens > 20
+
+
+def step_until(driver: Driver, handle: int, state: State) -> None:
+    for _ in range(100):
+        if driver.core.life.by_client[CLIENT][handle].state is state:
+            return
+        driver.step()
+    raise AssertionError(f"request {handle} is never {state.value}")
+
+
+def test_others_run_on_while_blocks_come_back_from_the_host() -> None:
+    driver = small(
+        SLOW, num_gpu_blocks_override=24, swap_space_gib=1.0, scheduling_policy="priority",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    swapped_out(driver)
+    request = driver.core.life.by_client[CLIENT][0]
+    step_until(driver, 0, State.LOADING)
+    [report] = [entry for entry in driver.core.debug_requests() if entry["handle"] == 0]
+    assert report["state"] == "loading" and "host memory" in report["reason"]
+    steps, seen = 0, len(driver.outputs[1])
+    while request.state is State.LOADING:
+        driver.step()
+        steps += 1
+    assert steps >= SLOW.transfer_steps and len(driver.outputs[1]) - seen == steps
+    driver.run()
+    driver.check_all()
+    assert driver.core.life.totals.recomputed_tokens == 0
+
+
+def test_a_transfer_that_never_seems_to_end_holds_up_only_who_needs_it() -> None:
+    """When nothing else can run, the device waits for it, not the plan."""
+    never = replace(SCRIPT, transfer_steps=1 << 30)
+    driver = small(never, num_gpu_blocks_override=24, swap_space_gib=1.0, scheduling_policy="priority")
+    swapped_out(driver)
+    driver.run(limit=200)
+    driver.check_all()
+    driver = small(never, num_gpu_blocks_override=9, swap_space_gib=1.0, enable_prefix_caching=False)
+    for handle in range(6):
+        driver.add(handle, prompt(handle, 12), max_tokens=18)
+    driver.run(limit=500)
+    driver.check_all()
+
+
+def test_nobody_is_pushed_out_for_blocks_that_are_coming_free() -> None:
+    """One push-out is enough, however long the copy takes."""
+    preemptions = []
+    for script in (SCRIPT, SLOW):
+        driver = small(script, num_gpu_blocks_override=21, swap_space_gib=1.0, enable_prefix_caching=False)
+        for handle in range(4):
+            driver.add(handle, prompt(handle, 14), max_tokens=12)
+        driver.run()
+        driver.check_all()
+        preemptions.append(driver.core.life.totals.preemptions)
+    assert preemptions == [1, 1]
+
+
+def test_an_urgent_request_pushes_out_no_more_than_it_needs() -> None:
+    """The blocks of the first that makes room come free a few steps later."""
+    driver = small(
+        SLOW, num_gpu_blocks_override=25, swap_space_gib=1.0, scheduling_policy="priority",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    for handle in range(3):
+        driver.add(handle, prompt(handle, 24), {"priority": 5}, max_tokens=8)
+    for _ in range(7):
+        driver.step()
+    driver.add(9, prompt(9, 28), {"priority": 0}, max_tokens=1)
+    driver.run()
+    driver.check_all()
+    assert driver.core.life.totals.preemptions == 1
 
 
 def test_two_prompts_of_most_of_the_cache_do_not_fight() -> None:
@@ -109,7 +201,7 @@ def test_rows_that_sit_out_at_random_change_nothing(monkeypatch: pytest.MonkeyPa
 def test_aborts_at_any_moment(rounds: int) -> None:
     """Requests in every state, at every step boundary, twice, unknown ones; nothing leaks."""
     rng = random.Random(rounds)
-    driver = small(num_gpu_blocks_override=14, swap_space_gib=1.0, scheduling_policy="priority")
+    driver = small(SLOW, num_gpu_blocks_override=14, swap_space_gib=1.0, scheduling_policy="priority")
     handle = 0
     states = set()
     for _ in range(rounds):

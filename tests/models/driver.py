@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ class Driver:
         self.runner = runner
         self.next_block = 1
         self.step_id = 0
+        self.after: int | None = None  # of the next plans; None: behind every transfer before them
 
     def add(
         self, prompt: Sequence[int], count: int, slot: int, params: SamplingParams = GREEDY, **more: Any
@@ -72,14 +73,13 @@ class Driver:
         swap_in: Sequence[tuple[int, int]] = (),
         copies: Sequence[tuple[int, int]] = (),
         table: Sequence[tuple[int, int, int]] = (),
-    ) -> None:
+    ) -> StepResult:
         """A plan of events alone."""
         none, entries = np.zeros(0, np.int32), np.array(table, np.int32).reshape(-1, 3)
         pairs = (np.array(p, np.int32).reshape(-1, 2) for p in (swap_out, swap_in, copies))
         columns = (np.ascontiguousarray(entries[:, i]) for i in range(3))
         empty = (none, none, none, np.zeros(0, np.uint8))
-        self.runner.launch(StepPlan(self.step_id, *empty, *pairs, (), *columns)).wait()
-        self.step_id += 1
+        return self._run(StepPlan(self.step_id, *empty, *pairs, (), *columns))
 
     def step(self, running: Sequence[Sequence_], chunk: int = 1 << 30) -> StepResult:
         rows = [s for s in running if not s.done]
@@ -110,8 +110,7 @@ class Driver:
             tuple(admitted),
             *(np.ascontiguousarray(table[:, i]) for i in range(3)),
         )
-        self.step_id += 1
-        result = self.runner.launch(plan).wait()
+        result = self._run(plan)
         for i, s in enumerate(rows):
             s.computed += lens[i]
             s.fault = bool(result.faults[i])
@@ -124,6 +123,11 @@ class Driver:
                 if i in result.logprobs:
                     s.logprobs.append(result.logprobs[i])
         return result
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        after = self.step_id - 1 if self.after is None else self.after
+        self.step_id += 1
+        return self.runner.launch(replace(plan, after=after)).wait()
 
     def run(
         self,

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from tests.transport.proxy import Proxy
 
+from wavecore.transport import client_link
 from wavecore.transport.client_pump import Disconnected, Reconnected
 from wavecore.transport.codec import MAX_FRAME_BYTES
 from wavecore.transport.curve import CurveClient, CurveServer, create_keys
@@ -86,18 +87,15 @@ def test_duplicate_add_is_one_request(make_engine: Any, make_client: Any, monkey
     client.connect(engine.addresses)
     link = client.pump._links[0]
     assert link is not None
-    push = link.push
+    send = client_link._send
 
-    class Thrice:
-        def send_multipart(self, *args: Any, **kwargs: Any) -> None:
-            for _ in range(3):
-                push.send_multipart(*args, **kwargs)
+    def thrice(socket: zmq.Socket[bytes], frames: Any) -> bool:
+        return all(send(socket, frames) for _ in range(3 if socket is link.push else 1))
 
-    monkeypatch.setattr(link, "push", Thrice())
+    monkeypatch.setattr(client_link, "_send", thrice)
     handles = [client.add(count=3) for _ in range(50)]
     client.wait_ends(*handles)
     assert sorted(handle for _, handle in engine.added) == handles
-    monkeypatch.undo()  # before the pump closes its sockets
 
 
 # --- connections that break under living peers -----------------------------------------------------------------------

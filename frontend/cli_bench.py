@@ -1,4 +1,13 @@
-"""`wavecore bench offline`: throughput and latency of a batch, and where the engine's steps spend their time."""
+"""`wavecore bench offline`: throughput and latency of a batch, and where the engine's steps spend their time.
+
+The phases of the engine's loop, host time each:
+
+    schedule   plan the next step
+    launch     queue it on the device. What makes the host wait meanwhile counts too: a kernel that is loaded at its
+               first use, a full queue of launches, memory that is allocated. On a CPU the plan is only noted
+    wait       until the tokens of the oldest step in flight are here; on a CPU this computes the step
+    update     append the tokens, find the ends, hand out
+"""
 
 from __future__ import annotations
 
@@ -15,8 +24,18 @@ from wavecore.frontend.cli_generate import open_llm
 from wavecore.frontend.cli_parser import CommandParser
 from wavecore.frontend.llm import LLM
 from wavecore.frontend.outputs import RequestOutput
-from wavecore.frontend.workload import WorkItem, percentile, random_work, read_work
-from wavecore.transport.errors import ValidationError
+from wavecore.frontend.workload import WORKLOADS, WorkItem, open_work, percentile, random_work
+
+COUNTERS = (
+    "steps",
+    "preemptions",
+    "prompt_tokens",
+    "output_tokens",
+    "recomputed_tokens",
+    "swapped_tokens",
+    "cache_hits",
+)
+SECONDS = "_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +45,7 @@ class BenchReport:
     input_tokens, output_tokens: of all requests together.
     ttft: seconds to the first token, one a request.
     tpot: seconds a token after the first, one a request of two tokens or more.
-    phases: `step_phases` of each engine.
+    counters: what COUNTERS and the seconds of each phase rose by, for each engine.
     """
 
     seconds: float
@@ -34,7 +53,7 @@ class BenchReport:
     output_tokens: int
     ttft: list[float]
     tpot: list[float]
-    phases: list[dict[str, Any]]
+    counters: list[dict[str, float]]
 
     def lines(self) -> list[str]:
         total = self.input_tokens + self.output_tokens
@@ -50,8 +69,11 @@ class BenchReport:
             if values:
                 ms = [f"{1000 * percentile(values, p):.1f}" for p in (0.5, 0.9, 0.99)]
                 lines.append(f"{name:<22}{' / '.join(ms)} ms (p50 / p90 / p99)")
-        for index, phases in enumerate(self.phases):
-            lines += [f"engine {index} {name:<20} {value}" for name, value in phases.items()]
+        for index, rose in enumerate(self.counters):
+            steps = max(1, rose["steps"])
+            shown = {name: f"{rose[name]:.0f}" for name in ("steps", "preemptions")}
+            shown |= {f"{n}, a step": f"{1000 * seconds / steps:.3f} ms" for n, seconds in phase_seconds(rose).items()}
+            lines += [f"engine {index} {name:<20} {value}" for name, value in shown.items()]
         return lines
 
 
@@ -62,7 +84,8 @@ def run(args: Sequence[str]) -> int:
     parser = CommandParser("bench offline", "", "Measures one batch of requests; end-of-sequence is ignored.")
     add = parser.options.add_argument
     add("--attach", type=str, default="", help="runtime directory of a running engine to measure")
-    add("--workload", type=str, default="", help="JSON file of requests; without it prompts are random")
+    named = f"{', '.join(WORKLOADS)}, or a JSON file of requests; without it prompts are random"
+    add("--workload", type=str, default="", help=named)
     add("--num_prompts", type=int, default=32, help="random workload: how many")
     add("--input_len", type=int, default=128, help="random workload: longest prompt, tokens")
     add("--output_len", type=int, default=64, help="random workload: longest output, tokens")
@@ -73,7 +96,7 @@ def run(args: Sequence[str]) -> int:
     values = parser.parse(args[1:])
     with open_llm(values) as llm:
         work = (
-            read_work(values.workload)
+            open_work(values.workload)
             if values.workload
             else random_work(
                 values.num_prompts,
@@ -84,9 +107,7 @@ def run(args: Sequence[str]) -> int:
                 values.workload_seed,
             )
         )
-        if not work:
-            raise ValidationError("workload", "holds no requests")
-        measure(llm, [WorkItem(item.prompt, 2) for item in work[:4]])  # warm-up
+        warm_up(llm, work)
         report = min((measure(llm, work) for _ in range(max(1, values.repeats))), key=lambda r: r.seconds)
     print("\n".join(report.lines()))
     if values.output_json:
@@ -94,8 +115,17 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
+def warm_up(llm: LLM, work: Sequence[WorkItem]) -> None:
+    """A prompt step and a decode step of a few requests, so that nothing is used for the first time later."""
+    measure(llm, [WorkItem(item.prompt, 2) for item in work[:4]])
+
+
 def measure(llm: LLM, work: Sequence[WorkItem]) -> BenchReport:
-    """Run a batch once."""
+    """Run a batch once, from an empty prefix cache.
+
+    Raises:
+        WavecoreError: a request failed.
+    """
     prompts: list[Any] = [item.prompt for item in work]
     params = [
         SamplingParams(max_tokens=i.max_tokens, temperature=i.temperature, ignore_eos=True, detokenize=False)
@@ -106,13 +136,16 @@ def measure(llm: LLM, work: Sequence[WorkItem]) -> BenchReport:
     started = time.monotonic()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.monotonic() - started
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
     return BenchReport(
         seconds,
         sum(len(o.prompt_token_ids) for o in outputs),
         sum(len(c.token_ids) for o in outputs for c in o.outputs),
         [o.metrics.first_token_latency or 0.0 for o in outputs],
         [t for o in outputs if (t := _tpot(o)) is not None],
-        [step_phases(old, new) for old, new in zip(before, llm.step_stats(), strict=False)],
+        [_rise(old, new) for old, new in zip(before, llm.step_stats(), strict=False)],
     )
 
 
@@ -123,13 +156,10 @@ def _tpot(output: RequestOutput) -> float | None:
     return (metrics.last_token_latency - metrics.first_token_latency) / (tokens - 1)
 
 
-def step_phases(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What an engine's counters rose by; seconds of a phase as milliseconds a step."""
-    rose = {n: after[n] - before[n] for n in before if isinstance(before[n], int | float)}
-    steps = max(1, rose["steps"])
-    phases = {
-        f"{name.removesuffix('_seconds')}, a step": f"{1000 * value / steps:.3f} ms"
-        for name, value in rose.items()
-        if name.endswith("_seconds")
-    }
-    return {"steps": rose["steps"], "preemptions": rose["preemptions"], **phases}
+def _rise(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    return {name: after[name] - before[name] for name in before if name in COUNTERS or name.endswith(SECONDS)}
+
+
+def phase_seconds(counters: dict[str, float]) -> dict[str, float]:
+    """Seconds in each phase of the loop."""
+    return {name.removesuffix(SECONDS): value for name, value in counters.items() if name.endswith(SECONDS)}

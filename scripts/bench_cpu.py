@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 
-from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.config import Dtype, EngineConfig
 from wavecore.engine_core.core import EngineCore
 from wavecore.engine_core.factory import make_runner
 from wavecore.engine_core.model_files import resolve_model
@@ -30,10 +30,11 @@ PROMPT_TOKENS = 32
 
 
 def prompt(i: int, vocab: int) -> list[int]:
-    return np.random.default_rng(i).integers(100, vocab - 100, PROMPT_TOKENS).tolist()
+    ids: list[int] = np.random.default_rng(i).integers(100, vocab - 100, PROMPT_TOKENS).tolist()
+    return ids
 
 
-def ours(model: Path, dtype: str) -> Bench:
+def ours(model: Path, dtype: Dtype) -> Bench:
     """Seconds for `batch` requests of `tokens` tokens through an EngineCore in this process."""
     config = EngineConfig(model=str(model), device="cpu", dtype=dtype, max_num_seqs=16, enable_prefix_caching=False)
     core = EngineCore(config, make_runner(config, lambda _phase, _fraction: None))

@@ -1,6 +1,6 @@
-"""Time every kernel on one GPU against its floor: the bytes it must move at 4.3 TB/s, or its products at 790 TFLOP/s.
+"""Time every kernel on one GPU against its floor: the bytes it must move, or its products, at the rates of `floors.py`.
 
-    PYTHONPATH=src python scripts/bench_kernels.py [--only decode]
+    python scripts/bench_kernels.py [--only decode]
 
 Each number is the median over replays of a CUDA graph that holds several calls on rotating inputs, so that launch
 gaps stay out and small inputs do not all come from the cache. The two ceilings are measured first: they show
@@ -16,13 +16,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from floors import H200
 from torch import Tensor
 
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers
 from wavecore.kernels.examples import make_batch, rope_table, sampling_rows, step_rows, tables
 
-BANDWIDTH, MATRIX_RATE = 4.3e12, 790e12
 PAGE = 64
 Call = Callable[[], object]
 SHAPES = {"0.6B": (16, 8, 128), "8B": (32, 8, 128), "135M": (9, 3, 64)}  # query heads, kv heads, head_dim
@@ -52,9 +52,9 @@ def median_us(calls: Sequence[Call], replays: int = 30) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
+    times: list[float] = []
     for _ in range(replays + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()
@@ -66,7 +66,7 @@ def median_us(calls: Sequence[Call], replays: int = 30) -> float:
 
 def report(name: str, calls: Sequence[Call], moved: float = 0.0, products: float = 0.0) -> None:
     took = median_us(calls)
-    floor = max(moved / BANDWIDTH, products / MATRIX_RATE) * 1e6
+    floor = max(moved / H200.bandwidth, products / H200.matrix) * 1e6
     rate = f"{products / took / 1e6:6.0f} TFLOP/s" if products else f"{moved / took / 1e6:6.2f} TB/s"
     print(f"{name:52s} {took:9.1f} us  floor {floor:8.1f} us  {floor / took:4.0%} {rate}", flush=True)
 

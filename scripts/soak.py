@@ -310,7 +310,7 @@ def _read(runtime_dir: str) -> int:
     """Another client: streams until it is killed, done, or told that the engine died."""
     params = SamplingParams(max_tokens=2000, temperature=0)
     with contextlib.suppress(WavecoreError), LLM.connect(runtime_dir) as llm:
-        llm.generate([{"prompt_token_ids": [i + 1]} for i in range(READER_REQUESTS)], params, use_tqdm=False)
+        llm.generate([[i + 1] for i in range(READER_REQUESTS)], params, use_tqdm=False)
     return 0
 
 

@@ -114,8 +114,21 @@ def test_bench_offline(flags: list[str], tmp_path: Path) -> None:
     done = run("bench", "offline", *flags, "--workload", str(work), "--output-json", str(figures))
     assert done.returncode == 0, done.stderr
     assert json.loads(figures.read_text())["output_tokens"] == 5
+    assert json.loads(figures.read_text())["counters"][0]["output_tokens"] == 5
     work.write_text("{}")
-    assert run("bench", "offline", *flags, "--workload", str(work)).returncode == 2
+    done = run("bench", "offline", *flags, "--workload", str(work))
+    assert done.returncode == 2
+    assert "ragged-256" in done.stderr, "the names that there are"
+
+
+def test_bench_of_a_request_that_fails_is_no_figure(tmp_path: Path) -> None:
+    model = write_model(tmp_path, faults={"nan_token": 7})["model"]
+    work = tmp_path / "work.json"
+    work.write_text(json.dumps([{"prompt_token_ids": [first, 6], "max_tokens": 3} for first in (5, 7)]))
+    done = run("bench", "offline", "--model", model, "--skip-tokenizer-init", "true", "--workload", str(work))
+    assert done.returncode != 0
+    assert "seconds" not in done.stdout
+    assert "NaN" in done.stderr
 
 
 def test_exit_codes_and_one_line_errors(flags: list[str], tmp_path: Path) -> None:

@@ -45,10 +45,14 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step.
         enable_chunked_prefill: split prompts over steps; off, a prompt must fit into one step's budget.
         block_size: tokens a KV block; None chooses from the model.
-        num_gpu_blocks_override: KV blocks, whatever the memory says.
-        gpu_memory_utilization: share of the device's memory that the engine may use.
-        kv_cache_memory_gib: size of the KV cache on a CPU.
-        swap_space_gib: pinned host memory for swapped KV blocks.
+        num_gpu_blocks_override: KV blocks, whatever gpu_memory_utilization says, as far as the device holds them.
+        gpu_memory_utilization: share of the device's memory for this engine's weights, activations and KV cache, which
+            takes what the others leave. Each engine on a device has its own share: two run beside each other with 0.45.
+            What other processes hold limits only what is really free. The CUDA context, about half a GiB, comes on top.
+            With prefix caching the KV cache takes its whole share; without, only what max_num_seqs sequences can fill.
+        kv_cache_memory_gib: size of the KV cache on a CPU; memory is taken when a block is first written.
+        swap_space_gib: pinned host memory for KV blocks of requests that were pushed out, and for a copy of each cached
+            prefix, which outlives its blocks on the device.
         enable_prefix_caching: reuse the KV blocks of shared prompt prefixes.
         watermark: share of KV blocks kept free when a waiting request is admitted.
         scheduling_policy: "fcfs", "priority" (lower first) or "hybrid" (priority with linear ageing).

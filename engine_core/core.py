@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wavecore.engine_core import integrity, outputs, reports
+from wavecore.engine_core.blame import most_demanding
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.lifecycle import Lifecycle
 from wavecore.engine_core.plan import OutOfMemory, PendingStep, RequestFault, Runner, StepResult
@@ -24,7 +25,7 @@ from wavecore.engine_core.request import Request, State
 from wavecore.engine_core.scheduler import Scheduled, Scheduler
 from wavecore.engine_core.stats import Stats
 from wavecore.engine_core.step_update import update
-from wavecore.transport.errors import Overloaded, ValidationError, from_code
+from wavecore.transport.errors import Overloaded, ValidationError, WavecoreError, from_code
 from wavecore.transport.messages import U32, Add, Columns, FinishReason, TensorFrame
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,6 @@ class EngineCore:
         self.in_flight: deque[tuple[Scheduled, PendingStep, float]] = deque()
         self.draining = False
         self._done_at = self._token_seconds = 0.0
-        self._memory_errors = 0  # steps in a row that ran out of memory
         self._admitted_reqs = self._admitted_bytes = 0
         self._utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.reset_prefix_cache,
@@ -173,7 +173,7 @@ class EngineCore:
         except (RequestFault, OutOfMemory) as fault:
             self._recover(fault, scheduled)
             return None
-        self._memory_errors = 0
+        self.scheduler.budget.step_fitted()
         self._measure(scheduled, launched)
         return scheduled, result
 
@@ -190,21 +190,40 @@ class EngineCore:
 
     def _recover(self, fault: RequestFault | OutOfMemory, failed: Scheduled) -> None:
         """A step failed: what is in flight is void. End the request at fault and compute the others again."""
-        culprit: int | None = None
-        if isinstance(fault, RequestFault):
-            culprit = fault.slot
-        else:
-            self._memory_errors += 1
-            self.scheduler.shrink_budget()
-            if self._memory_errors > 1:  # smaller steps did not help
-                culprit = int(max(failed.slots, key=lambda slot: self.life.slots.length[slot]))
         logger.error("a step failed: %s", fault)
-        request = None if culprit is None else self.life.slots.requests[culprit]
+        error: WavecoreError = fault
+        if isinstance(fault, RequestFault):
+            request = self.life.slots.requests[fault.slot]
+        else:
+            request, error = self._at_fault(fault, failed)
         void = [failed.events, *(scheduled.events for scheduled, *_ in self.in_flight)]
         self.in_flight.clear()
         self.life.roll_back(void, "a failed step is computed again")
         if request is not None and request.state is not State.ENDED:
-            self.life.end(request, FinishReason.ERROR, fault)
+            self.life.end(request, FinishReason.ERROR, error)
+
+    def _at_fault(self, fault: OutOfMemory, failed: Scheduled) -> tuple[Request | None, OutOfMemory]:
+        """Steps become smaller; who must end, and with which words.
+
+        Nobody, the first time. Then whose rare options need most: a guess. Without such options smaller steps go on to
+        be tried, down to one token: that row has failed alone, so it is no guess that it cannot run.
+        """
+        budget, plan = self.scheduler.budget, failed.plan
+        if not plan.num_rows:
+            return None, fault
+        budget.shrink(plan.num_tokens)
+        if budget.failures == 1:
+            return None, fault
+        rows = [self.life.slots.at(slot) for slot in failed.slots.tolist()]
+        if plan.num_tokens == 1:
+            return rows[0], fault
+        found = most_demanding(
+            zip(rows, plan.query_lens.tolist(), failed.samples.tolist(), strict=True), self.runner.info
+        )
+        if found is None:
+            return None, fault
+        request, options = found
+        return request, OutOfMemory(f"{fault}; of its rows this request's needs most memory, for {options}")
 
     # --- questions ------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ def register_op(name: str, fn: Callable[..., Any]) -> None:
     Args:
         name: an operation of `wavecore.kernels.ops`.
         fn: a function of a module (not of the main script, which an engine cannot import); arguments and results as
-            `wavecore.kernels.reference.<name>`. It is tried at once against that twin.
+            `wavecore.kernels.reference.<name>`. It is tried against that twin: here at once, in float32 on the CPU
+            unless it runs on GPUs only, and by each engine on its own device and in its own dtype.
 
     Raises:
         ConfigError: an engine process could not import `fn`.
@@ -34,7 +35,14 @@ def register_op(name: str, fn: Callable[..., Any]) -> None:
             f"{module}.{path} cannot be imported by an engine process: put the function into a module of its own, "
             "next to the script, and import it from there"
         )
-    from wavecore.kernels import ops
+    import torch
 
-    ops.register_op(name, fn)
+    from wavecore.kernels import ops
+    from wavecore.kernels.check import DidNotRun
+
+    try:
+        ops.register_op(name, fn, torch.empty(0))
+    except DidNotRun:
+        if not torch.cuda.is_available():
+            raise
     registered[name] = f"{module}:{path}"

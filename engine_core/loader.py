@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 
 import torch
@@ -16,10 +17,12 @@ from wavecore.engine_core.model_files import Progress
 from wavecore.engine_core.model_source import ModelSource
 from wavecore.engine_core.model_spec import ModelSpec
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.runner import ModelRunner, is_out_of_memory
+from wavecore.engine_core.runner import ModelRunner, first_line, is_out_of_memory
 from wavecore.engine_core.weights import load_folder
 from wavecore.kernels import ops
-from wavecore.transport.errors import ConfigError, ResourceError
+from wavecore.kernels.attention_shapes import refusal
+from wavecore.parallel.layers import exact_float32
+from wavecore.transport.errors import ConfigError, ModelError, ResourceError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,30 +35,23 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
         ConfigError: a setting that this model or device cannot have.
         ResourceError: not enough memory.
     """
-    try:
-        return _load(config, source, progress)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ResourceError(
-            f"{source.path} does not fit into memory: {str(error).splitlines()[0]}; "
-            "lower max_model_len, max_num_seqs or max_num_batched_tokens, or take a smaller dtype or model"
-        ) from error
-
-
-def _load(config: EngineConfig, source: ModelSource, progress: Progress) -> ModelRunner:
-    _register_ops(config.custom_ops or {})
     device, spec = _device(config.device), source.spec
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # before anything touches CUDA: no other GPU gets a context of this process
     dtype = _dtype(config, spec, device)
+    if words := refusal(spec.num_heads, spec.num_kv_heads, spec.head_dim, device):
+        raise ModelError(f"{source.path}: {words}")
+    if dtype == torch.float32:
+        exact_float32()
+    _register_ops(config.custom_ops or {}, torch.empty(0, dtype=dtype, device=device))
     block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
     length = _max_model_len(config, spec, block_size, dtype, device)
     progress("load", 0.0)
-    if source.gguf is not None:
-        parameters = load_gguf(source.gguf, spec, dtype, device, progress)
-    else:
-        parameters = load_folder(source.path, spec, dtype, device, progress)
+    with _memory(f"the weights of {source.path}", "take a smaller dtype or model"):
+        if source.gguf is not None:
+            parameters = load_gguf(source.gguf, spec, dtype, device, progress)
+        else:
+            parameters = load_folder(source.path, spec, dtype, device, progress)
     info = RunnerInfo(
         num_blocks=0,
         num_host_blocks=0,
@@ -68,19 +64,31 @@ def _load(config: EngineConfig, source: ModelSource, progress: Progress) -> Mode
         device=str(device),
         model_path=str(source.path),
     )
-    model = Decoder(spec, parameters, length)
-    runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens)
+    with _memory("the state of all requests", "lower max_model_len, max_num_seqs or max_num_batched_tokens"):
+        model = Decoder(spec, parameters, length)
+        runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens)
     progress("kv_cache", 0.0)
     allocate_kv(runner, config)
     return runner
 
 
-def _register_ops(custom_ops: Mapping[str, str]) -> None:
-    """Replace kernels by the user's functions, given as "module:function"."""
+@contextmanager
+def _memory(what: str, way_out: str) -> Iterator[None]:
+    """Say what did not fit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ResourceError(f"{what} does not fit into memory: {first_line(error)}; {way_out}") from error
+
+
+def _register_ops(custom_ops: Mapping[str, str], like: torch.Tensor) -> None:
+    """Replace kernels by the user's functions, given as "module:function", tried on the engine's device and dtype."""
     for name, target in custom_ops.items():
         module, _, function = target.partition(":")
         try:
-            ops.register_op(name, getattr(import_module(module), function))
+            ops.register_op(name, getattr(import_module(module), function), like)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"custom_ops {name}={target!r}: {error}") from error
 

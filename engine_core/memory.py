@@ -1,28 +1,34 @@
 """How many KV blocks a device can hold: measured on a GPU, set by kv_cache_memory_gib on a CPU.
 
-A GPU's memory is shared out as: weights, what the largest step needs beside them (measured by running it once), what
-others hold, and the KV cache, which takes the rest of gpu_memory_utilization.
+On a GPU the largest steps run once, before the KV cache is there; it takes what they and the weights leave of the
+engine's share, `shares.Shares`. What does not fit is refused with the numbers and the settings that would fit.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
-import subprocess
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 
-import numpy as np
+import psutil
 import torch
 
 from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.plan import Admission, StepPlan
-from wavecore.engine_core.runner import ModelRunner
-from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.transport.errors import ConfigError
+from wavecore.engine_core.device_memory import gib, processes
+from wavecore.engine_core.graph_memory import graph_bytes
+from wavecore.engine_core.plan import OutOfMemory
+from wavecore.engine_core.runner import ModelRunner, first_line, is_out_of_memory
+from wavecore.engine_core.shares import GIB, Shares
+from wavecore.engine_core.warm_up import full_decode, warm_up
+from wavecore.transport.errors import ConfigError, ResourceError, WavecoreError
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
-SLACK = 256 << 20  # fragments of the allocator, and kernels that are loaded later
+SLACK = 256 << 20  # fragments of the allocator, embeddings of a second step in flight, kernels that are loaded later
+MARGIN = 64 << 20  # no two starts measure quite the same: what one suggests should fit the next
+MOST_CACHED = 1 << 20
+"""Blocks that are worth having for cached prefixes alone: each takes a hundred bytes of host memory."""
 
 
 def most_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
@@ -35,112 +41,92 @@ def most_blocks(config: EngineConfig, block_bytes: int, device: torch.device) ->
 
 
 def allocate_kv(runner: ModelRunner, config: EngineConfig) -> None:
-    """Size and allocate the runner's KV cache; on a GPU also run, and so compile, every kind of step once.
+    """Size and allocate the runner's KV cache; on a GPU first run every kind of step once, which also compiles.
 
     Raises:
-        ConfigError: it does not fit; the message names the setting that would.
+        ConfigError: it does not fit; the message names the settings that would.
+        ResourceError: it does not fit, and no setting changes that.
     """
     block_bytes = runner.block_bytes
-    most = most_blocks(config, block_bytes, runner.device)
+    host_blocks = int(config.swap_space_gib * GIB) // block_bytes
+    _check_swap_space(config, host_blocks * block_bytes)
     shares = measure(runner, config) if runner.device.type == "cuda" else None
-    if config.num_gpu_blocks_override:
-        num_blocks = most
-    else:
-        useful = config.max_num_seqs * runner.state.max_blocks + 1  # all slots full, and the null block
-        num_blocks = min(useful, most if shares is None else shares.kv_cache // block_bytes)
-        if shares is not None:
-            logger.info("%s", shares.table(num_blocks, block_bytes, _processes()))
-        _check_room(runner, config, shares, num_blocks)
-    runner.allocate(num_blocks, int(config.swap_space_gib * GIB) // block_bytes)
+    num_blocks = _num_blocks(runner, config, shares)
+    if shares is not None:
+        logger.info("%s", _table(shares, runner, num_blocks))
+    try:
+        runner.allocate(num_blocks, host_blocks)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ResourceError(
+            f"the KV cache of {num_blocks} blocks, {gib(num_blocks * block_bytes)}, does not fit into memory: "
+            f"{first_line(error)}; lower {_size_setting(config, runner)}"
+        ) from error
     if config.max_model_len is None:  # no sequence can grow past the cache
         length = min(runner.info.max_model_len, (num_blocks - 1) * runner.info.block_size)
+        if length < runner.info.max_model_len:
+            logger.warning("max_model_len is %d: the KV cache holds no more tokens", length)
         runner.info = replace(runner.info, max_model_len=length)
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Bytes of one GPU by use."""
-
-    total: int
-    usable: int
-    weights: int
-    activations: int
-    others: int
-
-    @property
-    def kv_cache(self) -> int:
-        return max(0, self.usable - self.weights - self.activations - self.others)
-
-    def table(self, num_blocks: int, block_bytes: int, processes: str) -> str:
-        rows = (
-            ("weights and tables", self.weights),
-            ("activations of the largest step", self.activations),
-            (f"KV cache, {num_blocks} blocks", num_blocks * block_bytes),
-            (f"others: CUDA context and processes {processes}", self.others),
-            ("left free", self.total - self.weights - self.activations - self.others - num_blocks * block_bytes),
-            ("total", self.total),
-        )
-        return "GPU memory\n" + "\n".join(f"  {size / GIB:8.2f} GiB  {name}" for name, size in rows)
-
-
 def measure(runner: ModelRunner, config: EngineConfig) -> Shares:
-    """Run the largest steps once over a cache of one block, and see what they take."""
+    """Run the largest steps once over a cache of two blocks, and see what they take from the device.
+
+    What the allocator took for them it keeps, so that steps find it and ask the device for nothing.
+
+    Raises:
+        ConfigError, ResourceError: these steps do not fit beside the weights.
+    """
     device = runner.device
-    runner.allocate(2, 0)
+    gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    warm_up(runner, config)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
+    weights = runner.memory_stats()["weights_bytes"]
+    before = torch.cuda.memory_reserved(device)
+    graphs = 0
+    error: Exception | None = None
+    try:
+        runner.allocate(2, 0)
+        if not config.custom_ops:  # a user's kernel need not be one that can be captured
+            graphs = graph_bytes(runner, full_decode(runner, config))
+        torch.cuda.reset_peak_memory_stats(device)
+        warm_up(runner, config)
+    except Exception as caught:
+        if not isinstance(caught, OutOfMemory) and not is_out_of_memory(caught):
+            raise
+        error = caught
+    torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    return Shares(
+    shares = Shares(
         total=total,
-        usable=int(total * config.gpu_memory_utilization),
-        weights=before,
-        activations=peak + SLACK,
+        utilization=config.gpu_memory_utilization,
+        weights=weights,
+        tables=max(before - weights, 0),
+        activations=torch.cuda.max_memory_reserved(device) - before - runner.pages.nbytes + SLACK,
+        graphs=graphs,
         others=total - free - torch.cuda.memory_reserved(device),
     )
+    if error is not None:
+        raise _too_large_steps(error, runner, shares) from error
+    return shares
 
 
-def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
-    """The largest prefill, decode and mixed steps, sampled and greedy, with every position on block 1."""
-    state, info, seqs = runner.state, runner.info, config.max_num_seqs
-    length = min(info.max_model_len, config.max_num_batched_tokens)
-    rows = min(seqs, config.max_num_batched_tokens // length)
-    last = info.max_model_len - 1
-    prefill, decode = [(0, length)] * rows, [(last, 1)] * seqs
-    mixed = [(last, 1)] * (seqs - 1) + [(0, min(length, config.max_num_batched_tokens - seqs + 1))]
-    sampled = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0)
-    state.block_table.fill_(1)
-    try:
-        for params in (sampled, SamplingParams(temperature=1.0, seed=0), SamplingParams(temperature=0.0, seed=0)):
-            admitted = tuple(Admission(i, np.zeros(1, np.int32), 1, params) for i in range(seqs))
-            for step in (prefill, decode, mixed):
-                runner.start(_plan(step, admitted)).wait()
-                admitted = ()
-    finally:
-        state.block_table.zero_()
-
-
-def _plan(rows: list[tuple[int, int]], admitted: tuple[Admission, ...]) -> StepPlan:
-    """Rows of (start, length), all of which sample."""
-    none, pairs = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
-    starts, lengths = np.array(rows, np.int32).T.copy()
-    return StepPlan(
-        step_id=0,
-        slots=np.arange(len(rows), dtype=np.int32),
-        starts=starts,
-        query_lens=lengths,
-        samples=np.ones(len(rows), np.uint8),
-        swap_out=pairs,
-        swap_in=pairs,
-        copies=pairs,
-        admitted=admitted,
-        block_slots=none,
-        block_indices=none,
-        block_ids=none,
-    )
+def _num_blocks(runner: ModelRunner, config: EngineConfig, shares: Shares | None) -> int:
+    most = most_blocks(config, runner.block_bytes, runner.device)
+    if config.num_gpu_blocks_override:
+        if shares is not None:
+            _check_override(runner, shares, most)
+        return most
+    useful = config.max_num_seqs * runner.state.max_blocks + 1  # all slots full, and the null block
+    if config.enable_prefix_caching:
+        useful = max(useful, MOST_CACHED)
+    if shares is not None:
+        most = shares.kv_cache // runner.block_bytes
+        if shares.others > shares.total * (1 - shares.utilization):
+            logger.warning("others hold %s: less than gpu_memory_utilization is left", gib(shares.others))
+    num_blocks = min(useful, most)
+    _check_room(runner, config, shares, num_blocks)
+    return num_blocks
 
 
 def _check_room(runner: ModelRunner, config: EngineConfig, shares: Shares | None, num_blocks: int) -> None:
@@ -148,25 +134,69 @@ def _check_room(runner: ModelRunner, config: EngineConfig, shares: Shares | None
     size, need = runner.info.block_size, 1 + (runner.state.max_blocks if config.max_model_len else 1)
     if num_blocks >= need:
         return
+    need_bytes = need * runner.block_bytes
     settings = [f"max_model_len {(num_blocks - 1) * size}"] if num_blocks > 1 else []
     if shares is None:
-        settings.append(f"kv_cache_memory_gib {need * runner.block_bytes / GIB:.3g}")
+        settings.append(f"kv_cache_memory_gib {fitting_gib(need_bytes):g}")
     else:
-        settings.append("a lower max_num_batched_tokens or max_num_seqs")
-        share = (need * runner.block_bytes + shares.usable - shares.kv_cache) / shares.total
-        if share < 0.98:
-            settings.append(f"gpu_memory_utilization {share + 0.01:.2f}")
-    raise ConfigError(
-        f"the KV cache would hold {num_blocks} blocks of {size} tokens and needs {need}; "
-        f"it would fit with {' or '.join(settings)}"
+        share = shares.fitting_utilization(need_bytes + MARGIN) or shares.fitting_utilization(need_bytes)
+        if share is not None:
+            settings.append(f"gpu_memory_utilization {share:.2f}")
+        if replace(shares, activations=SLACK).kv_cache >= need_bytes:
+            settings.append("a lower max_num_batched_tokens or max_num_seqs")
+    what = f"the KV cache would hold {num_blocks} blocks of {size} tokens and needs {need}"
+    raise _refusal(what, settings, runner, shares, num_blocks)
+
+
+def fitting_gib(size: int) -> float:
+    """A little more than `size` bytes, in GiB with few digits."""
+    scale: int = 10 ** max(3 - math.floor(math.log10(size / GIB)), 0)
+    return (size * scale // GIB + 1) / scale
+
+
+def _check_override(runner: ModelRunner, shares: Shares, num_blocks: int) -> None:
+    """The setting goes before gpu_memory_utilization, but not beyond the device."""
+    room, size = replace(shares, utilization=1.0).kv_cache, runner.block_bytes
+    if num_blocks * size <= room:
+        return
+    what = f"num_gpu_blocks_override {num_blocks} takes {gib(num_blocks * size)} of KV cache"
+    fits = max((room - MARGIN) // size, min(room // size, 2))
+    settings = [f"num_gpu_blocks_override {fits}"] if fits > 1 else []
+    raise _refusal(what, settings, runner, shares, num_blocks)
+
+
+def _too_large_steps(error: Exception, runner: ModelRunner, shares: Shares) -> WavecoreError:
+    fits = replace(shares, activations=SLACK, utilization=1.0).kv_cache >= 2 * runner.block_bytes
+    settings = ["a lower max_num_batched_tokens or max_num_seqs"] if fits else []
+    what = f"the largest step does not fit beside the weights: {first_line(error)}"
+    return _refusal(what, settings, runner, shares, 0)
+
+
+def _refusal(
+    what: str, settings: list[str], runner: ModelRunner, shares: Shares | None, num_blocks: int
+) -> WavecoreError:
+    """What does not fit, the settings that would, and the table."""
+    table = "" if shares is None else "\n" + _table(shares, runner, num_blocks)
+    if settings:
+        return ConfigError(f"{what}; it would fit with {' or '.join(settings)}{table}")
+    return ResourceError(
+        f"{what}, and no setting makes room beside what others hold: end them, or take another GPU, a smaller dtype "
+        f"or a smaller model{table}"
     )
 
 
-def _processes() -> str:
-    """Pids on the machine's GPUs as nvidia-smi lists them, for the table only."""
-    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "(unknown)"
-    return ", ".join(done.stdout.split()) or "(none listed)"
+def _check_swap_space(config: EngineConfig, size: int) -> None:
+    """Pinned memory is taken at once, and no other process can have it any more."""
+    free = psutil.virtual_memory().available
+    if size > free:
+        raise ConfigError(f"swap_space_gib {config.swap_space_gib:g}: only {gib(free)} of host memory are free")
+
+
+def _size_setting(config: EngineConfig, runner: ModelRunner) -> str:
+    if config.num_gpu_blocks_override:
+        return "num_gpu_blocks_override"
+    return "kv_cache_memory_gib" if runner.device.type == "cpu" else "gpu_memory_utilization"
+
+
+def _table(shares: Shares, runner: ModelRunner, num_blocks: int) -> str:
+    return shares.table(num_blocks, runner.block_bytes, processes(runner.device))

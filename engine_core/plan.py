@@ -6,7 +6,7 @@ changed (`admitted`, `block_*`, `copies`) and which rows run. The input of a row
 `token_ids[slot, start : start + query_len]`: a sampled token is written at `token_ids[slot, start + query_len]` on
 the device before the next step reads it, so it never passes through the CPU to feed that step.
 
-This module knows no torch: a plan is numpy, small enough to reach a device in one copy (`slot_state.Packed`).
+This module knows no torch: a plan is numpy, small enough to reach a device in one copy (`step_input`).
 """
 
 from __future__ import annotations

@@ -1,136 +1,186 @@
 """What some rows of a step ask for beyond a token: log-probabilities of output and prompt, and embeddings.
 
-Log-probabilities are the raw model's: log-softmax of the logits before bias, penalties and temperature.
+Log-probabilities are the raw model's: log-softmax of the logits before bias, penalties and temperature. They are made
+for a few positions at once, so that the memory for them does not grow with the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from wavecore.engine_core.model import Decoder
-from wavecore.engine_core.plan import RowLogprobs
-from wavecore.engine_core.slot_state import POOLING, SlotState
+from wavecore.engine_core.plan import I32, RowLogprobs
+from wavecore.engine_core.sampling_params import MAX_LOGPROBS
+from wavecore.engine_core.slot_state import LOGPROBS, POOLING, POOLS, PROMPT_LOGPROBS, SlotState
+from wavecore.engine_core.step_copies import CopyOut, Place
 from wavecore.engine_core.step_shape import StepShape
+from wavecore.kernels import ops
+from wavecore.kernels.sampling_rows import SamplingRows
 
-CHUNK = 128  # prompt positions whose logits over the vocabulary exist at once
+CHUNK = 64  # positions whose log-probabilities over the vocabulary exist at once
 
-Fetch = Callable[[Tensor], Tensor]
-Triple = tuple[Tensor, Tensor, Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where the log-probabilities of n positions lie: ids [n, 1 + k], log-probabilities alike, ranks [n]."""
+
+    ids: Place
+    values: Place
+    ranks: Place
+
+    def read(self, vector: I32) -> RowLogprobs:
+        return RowLogprobs(self.ids.read(vector), self.values.read(vector), self.ranks.read(vector))
 
 
 @dataclass(slots=True)
 class Extras:
-    """What rows asked for, on the device and, after `map`, on the host.
+    """What rows asked for; in the step's output vector.
 
     Attributes:
-        logprobs: ids, log-probabilities and ranks of `logprob_rows`, or None.
+        logprobs: of `logprob_rows`, or None.
         logprob_rows: (row of the plan, how many alternatives it wants), as the rows of `logprobs`.
         prompt_logprobs, pooled: by row of the plan.
     """
 
-    logprobs: Triple | None = None
+    logprobs: Report | None = None
     logprob_rows: list[tuple[int, int]] = field(default_factory=list)
-    prompt_logprobs: dict[int, Triple] = field(default_factory=dict)
-    pooled: dict[int, Tensor] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Report] = field(default_factory=dict)
+    pooled: dict[int, Place] = field(default_factory=dict)
 
-    def map(self, fetch: Fetch) -> Extras:
-        """Every tensor passed through `fetch`."""
-
-        def each(triple: Triple) -> Triple:
-            a, b, c = triple
-            return fetch(a), fetch(b), fetch(c)
-
-        return Extras(
-            logprobs=each(self.logprobs) if self.logprobs else None,
-            logprob_rows=self.logprob_rows,
-            prompt_logprobs={row: each(triple) for row, triple in self.prompt_logprobs.items()},
-            pooled={row: fetch(vector) for row, vector in self.pooled.items()},
-        )
-
-    def row_logprobs(self) -> dict[int, RowLogprobs]:
-        """Of the output, by row of the plan; on the host."""
+    def row_logprobs(self, vector: I32) -> dict[int, RowLogprobs]:
+        """Of the output, by row of the plan."""
         if self.logprobs is None:
             return {}
-        ids, values, ranks = (tensor.numpy() for tensor in self.logprobs)
+        all_rows = self.logprobs.read(vector)
         return {
-            row: RowLogprobs(ids[i : i + 1, : 1 + count], values[i : i + 1, : 1 + count], ranks[i : i + 1])
+            row: RowLogprobs(
+                all_rows.token_ids[i : i + 1, : 1 + count],
+                all_rows.logprobs[i : i + 1, : 1 + count],
+                all_rows.ranks[i : i + 1],
+            )
             for i, (row, count) in enumerate(self.logprob_rows)
         }
 
 
-class LogprobRows:
-    """The output log-probabilities of one step: made before sampling, which edits the logits; finished after it.
+def room_for_extras(tokens: int, rows: int, hidden_size: int) -> int:
+    """int32 values that the rows of one step can ask for: a report for each token, a pooled vector for each row."""
+    return tokens * (2 * (1 + MAX_LOGPROBS) + 1) + rows * hidden_size
+
+
+class _ReportRoom:
+    """Room for the log-probabilities of n positions on the device, to be filled a few at a time."""
+
+    def __init__(self, out: CopyOut, positions: int, count: int) -> None:
+        self.count = count
+        self.ids, ids = out.take(positions, 1 + count, kind=np.int32)
+        self.values, values = out.take(positions, 1 + count, kind=np.float32)
+        self.ranks, ranks = out.take(positions, kind=np.int32)
+        self.report = Report(ids, values, ranks)
+
+    def put(self, part: slice, logprobs: Tensor, chosen: Tensor) -> None:
+        """The chosen token (int64 [m]) and the most likely ones, from log-probabilities [m, vocab]."""
+        own = logprobs.gather(1, chosen[:, None])
+        best = logprobs.topk(self.count)
+        self.ids[part, :1] = chosen[:, None]
+        self.ids[part, 1:] = best.indices
+        self.values[part, :1] = own
+        self.values[part, 1:] = best.values
+        self.ranks[part] = (logprobs > own).sum(-1) + 1
+
+
+def draw(logits: Tensor, rows: SamplingRows, out: CopyOut, first: int = 0) -> None:
+    """Sample the logits [R, vocab] of the device rows from `first` on into the step's output."""
+    last = first + logits.shape[0]
+    out.tokens[first:last], out.faults[first:last] = ops.sample(logits, rows)
+
+
+def draw_and_report(
+    logits: Tensor,
+    rows: SamplingRows,
+    asking: I32,
+    index: Tensor,
+    shape: StepShape,
+    state: SlotState,
+    out: CopyOut,
+    extras: Extras,
+) -> None:
+    """`draw`, and the log-probabilities of the rows that ask.
+
+    Sampling edits the logits, so the raw log-probabilities come first, and with many rows that ask both are done for
+    CHUNK rows at a time.
 
     Args:
-        index: int32, the device rows that ask.
+        asking, index: int32, the device rows that ask, on the host and on the device.
     """
+    counts = state.logprobs[shape.slots[asking]]
+    room = _ReportRoom(out, len(asking), int(counts.max()))
+    step = len(logits) if len(asking) <= CHUNK else CHUNK
+    for begin in range(0, len(logits), step):
+        part = slice(begin, begin + step)
+        first, last = np.searchsorted(asking, (begin, begin + step)).tolist()
+        chosen = index[first:last].long()
+        logprobs = logits[chosen].float().log_softmax(-1)
+        draw(logits[part], replace(rows, slots=rows.slots[part], positions=rows.positions[part]), out, begin)
+        if last > first:
+            room.put(slice(first, last), logprobs, out.tokens[chosen].long())
+    extras.logprobs = room.report
+    extras.logprob_rows = list(zip(shape.plan_rows(asking), counts.tolist(), strict=True))
 
-    def __init__(self, logits: Tensor, index: Tensor) -> None:
-        self.index = index.long()
-        if len(index):
-            self.logprobs = logits[self.index].float().log_softmax(-1)
 
-    def finish(self, tokens: Tensor, shape: StepShape, state: SlotState, extras: Extras) -> None:
-        if not len(self.index):
-            return
-        rows = state.logprob_rows(shape)
-        counts = state.logprobs[shape.slots[rows]]
-        extras.logprobs = _report(self.logprobs, tokens[self.index].long(), int(counts.max()))
-        extras.logprob_rows = list(zip(shape.order[rows].tolist(), counts.tolist(), strict=True))
+def logprob_rows(shape: StepShape, state: SlotState) -> I32:
+    """Device rows that report log-probabilities of their token."""
+    return np.flatnonzero(shape.samples & ((state.asks[shape.slots] & LOGPROBS) > 0)).astype(np.int32)
 
 
 def prompt_logprobs(
-    model: Decoder, x: Tensor, residual: Tensor, shape: StepShape, state: SlotState, extras: Extras
+    model: Decoder, x: Tensor, residual: Tensor, shape: StepShape, state: SlotState, out: CopyOut, extras: Extras
 ) -> None:
     """For rows that ask: every query position whose next token belongs to the prompt."""
-    counts = state.prompt_logprobs[shape.slots]
-    ends = np.minimum(shape.starts + shape.query_lens, state.num_prompt[shape.slots] - 1)
+    ends = np.minimum(shape.ends, state.num_prompt[shape.slots] - 1)
     first_token = shape.query_lens.cumsum() - shape.query_lens
-    for row in np.flatnonzero((counts >= 0) & (ends > shape.starts)).tolist():
-        slot, start, end = int(shape.slots[row]), int(shape.starts[row]), int(ends[row])
+    rows = np.flatnonzero(((state.asks[shape.slots] & PROMPT_LOGPROBS) > 0) & (ends > shape.starts))
+    for row, plan_row in zip(rows.tolist(), shape.plan_rows(rows), strict=True):
+        slot, start, length = int(shape.slots[row]), int(shape.starts[row]), int(ends[row] - shape.starts[row])
         at = int(first_token[row])
-        targets = state.token_table[slot, start + 1 : end + 1].long()
-        chunks = []
-        for begin in range(0, end - start, CHUNK):
-            part = slice(at + begin, at + min(begin + CHUNK, end - start))
-            logprobs = model.logits(model.final(x[part], residual[part])).float().log_softmax(-1)
-            chunks.append(_report(logprobs, targets[begin : begin + CHUNK], int(counts[row])))
-        ids, values, ranks = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        extras.prompt_logprobs[int(shape.order[row])] = ids, values, ranks
+        room = _ReportRoom(out, length, int(state.prompt_logprobs[slot]))
+        for begin in range(0, length, CHUNK):
+            end = min(begin + CHUNK, length)
+            part = slice(at + begin, at + end)
+            logits = model.logits(_whole_chunk(model.final(x[part], residual[part])))
+            logprobs = logits[: end - begin].float().log_softmax(-1)
+            targets = state.token_table[slot, start + 1 + begin : start + 1 + end].long()
+            room.put(slice(begin, end), logprobs, targets)
+        extras.prompt_logprobs[plan_row] = room.report
 
 
-def pool(model: Decoder, x: Tensor, residual: Tensor, shape: StepShape, state: SlotState, extras: Extras) -> None:
+def _whole_chunk(hidden: Tensor) -> Tensor:
+    """Padded to CHUNK rows on a GPU: a matrix product of a new size may load its kernel, which waits for the device."""
+    short = CHUNK - hidden.shape[0]
+    return F.pad(hidden, (0, 0, 0, short)) if short and hidden.is_cuda else hidden
+
+
+def pool(
+    model: Decoder, x: Tensor, residual: Tensor, shape: StepShape, state: SlotState, out: CopyOut, extras: Extras
+) -> None:
     """For embedding requests: the mean over the prompt (summed chunk by chunk) or its last token, of length 1."""
-    kinds = state.pooling[shape.slots]
-    ends = shape.query_lens.cumsum()
-    for row in np.flatnonzero(kinds).tolist():
-        slot, end = int(shape.slots[row]), int(ends[row])
-        last = bool(shape.starts[row] + shape.query_lens[row] >= state.num_prompt[slot])
-        if kinds[row] == POOLING["last"]:
-            vector = model.final(x[end - 1 : end], residual[end - 1 : end])[0].float() if last else None
-        else:
+    token_ends = shape.query_lens.cumsum()
+    rows = np.flatnonzero(state.asks[shape.slots] & POOLS)
+    for row, plan_row in zip(rows.tolist(), shape.plan_rows(rows), strict=True):
+        slot, end = int(shape.slots[row]), int(token_ends[row])
+        last = bool(shape.ends[row] >= state.num_prompt[slot])
+        if state.pooling[slot] == POOLING["mean"]:
             part = slice(end - int(shape.query_lens[row]), end)
             vector = model.final(x[part], residual[part]).float().sum(0)
-            vector = vector + state.pooled_sum[slot] if shape.starts[row] else vector
-            state.pooled_sum[slot] = vector
-        if last and vector is not None:
-            extras.pooled[int(shape.order[row])] = F.normalize(vector, dim=0)
-
-
-def to_row_logprobs(triple: Triple) -> RowLogprobs:
-    ids, values, ranks = triple
-    return RowLogprobs(ids.numpy(), values.numpy(), ranks.numpy())
-
-
-def _report(logprobs: Tensor, chosen: Tensor, count: int) -> Triple:
-    """Chosen token and the `count` most likely: ids int32 [n, 1 + count], log-probabilities, ranks int32 [n]."""
-    own = logprobs.gather(1, chosen[:, None])
-    ranks = (logprobs > own).sum(-1, dtype=torch.int32) + 1
-    best = logprobs.topk(count)
-    return torch.cat((chosen[:, None], best.indices), 1).int(), torch.cat((own, best.values), 1), ranks
+            if shape.starts[row]:
+                vector += state.pooled_sum[slot]
+            if not last:
+                state.pooled_sum[slot] = vector
+        elif last:
+            vector = model.final(x[end - 1 : end], residual[end - 1 : end])[0].float()
+        if last:
+            target, extras.pooled[plan_row] = out.take(len(vector), kind=np.float32)
+            target.copy_(F.normalize(vector, dim=0))

@@ -1,32 +1,38 @@
-"""Runs step plans on one device: slot state, one packed copy in, the model, sampling, one copy out; swaps beside it.
+"""Runs step plans on one device: one vector in, the model, sampling, one vector out; uploads and swaps beside them.
 
-On CUDA `launch` queues the step's work and returns; `wait` waits for an event behind the copy of its tokens. On a CPU
-`launch` only notes the plan and `wait` computes it, so that two steps in flight delay no token.
+On CUDA `launch` queues the step's work and returns, whatever the device does meanwhile; `wait` waits for an event
+behind the copy of its tokens. On a CPU `launch` only notes the plan and `wait` computes it, so that two steps in flight
+delay no token. Everything that the forward pass and sampling read and write between steps has one address for the
+engine's life: captured graphs may keep it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from wavecore.engine_core import debug
+from wavecore.engine_core import debug, row_extras
+from wavecore.engine_core.host_memory import pinned_zeros
+from wavecore.engine_core.launched import Deferred, Launched
 from wavecore.engine_core.model import Decoder
-from wavecore.engine_core.plan import F32, I32, OutOfMemory, PendingStep, RunnerInfo, StepPlan, StepResult
-from wavecore.engine_core.row_extras import Extras, LogprobRows, pool, prompt_logprobs, to_row_logprobs
-from wavecore.engine_core.slot_state import SlotState, Views
-from wavecore.engine_core.step_copies import CopyIn, fetch
+from wavecore.engine_core.plan import F32, I32, OutOfMemory, PendingStep, RunnerInfo, StepPlan
+from wavecore.engine_core.row_extras import Extras
+from wavecore.engine_core.slot_state import EDITS, EMBEDS, LOGPROBS, POOLS, PROMPT_LOGPROBS, TRUNCATES, SlotState
+from wavecore.engine_core.step_copies import CopyOut, zeros
 from wavecore.engine_core.step_shape import StepShape
 from wavecore.engine_core.swap_stream import SwapStream
 from wavecore.kernels import ops
-from wavecore.kernels.batch import BatchBuffers, StepRows
+from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
+from wavecore.kernels.sampling_rows import SamplingRows
+from wavecore.transport.errors import ResourceError
 
-Forward = tuple[Tensor, Extras]
+GIB = 1 << 30
+Hidden = tuple[Batch, Tensor, Tensor]
 
 
 class ModelRunner:
@@ -42,22 +48,37 @@ class ModelRunner:
         self.info = info
         self.model = model
         self.device = model.embedding.device
-        self.state = SlotState(
-            max_num_seqs, info.max_model_len, info.block_size, info.vocab_size, info.eos_token_ids, self.device
-        )
+        self.state = SlotState(max_num_seqs, info, self.device)
         self.buffers = BatchBuffers.allocate(max_num_batched_tokens, max_num_seqs, self.state.max_blocks, self.device)
-        self.copy_in = CopyIn(self.device)
+        extras = row_extras.room_for_extras(max_num_batched_tokens, max_num_seqs, info.hidden_size)
+        self.out = CopyOut(max_num_seqs, extras, self.device)
         self.swaps = SwapStream(self.device)
         self.bucket_limits = None if self.device.type == "cpu" else (max_num_batched_tokens, max_num_seqs)
         self.pages = self.host_pages = torch.empty(0)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """(Re)allocate the KV cache: blocks on the device, and pinned ones on the host to swap to."""
+        """(Re)allocate the KV cache: blocks on the device, and pinned ones on the host to swap to.
+
+        Raises:
+            ResourceError: the host has no room for them.
+        """
         spec, dtype = self.model.spec, self.model.embedding.dtype
         page = (spec.num_layers, 2, spec.num_kv_heads, self.info.block_size, spec.head_dim)
-        self.pages = torch.empty(0)  # the old one goes before the new one comes
-        self.pages = _zeros((num_blocks, *page), dtype, self.device)
-        self.host_pages = torch.zeros((num_host_blocks, *page), dtype=dtype, pin_memory=self.device.type == "cuda")
+        self.pages = self.host_pages = torch.empty(0)  # the old ones go before the new ones come
+        self.pages = zeros(num_blocks, *page, dtype=dtype, device=self.device)
+        try:
+            if self.device.type == "cuda":
+                self.host_pages = pinned_zeros((num_host_blocks, *page), dtype)
+            else:
+                self.host_pages = zeros(num_host_blocks, *page, dtype=dtype, device=self.device)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            size = num_host_blocks * self.block_bytes / GIB
+            raise ResourceError(
+                f"the host cannot give {size:.3g} GiB of memory for swapped blocks: {first_line(error)}; "
+                "lower swap_space_gib"
+            ) from error
         self.info = replace(self.info, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         if num_host_blocks:
             self.info = replace(self.info, swap_block_seconds=self._time_swap())
@@ -67,36 +88,111 @@ class ModelRunner:
         return self.model.spec.kv_values_per_token * self.info.block_size * self.model.embedding.dtype.itemsize
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Raises OutOfMemory where the device cannot hold the step."""
+        """Begin a step. Steps are waited for in launch order, and no more than two at a time are not.
+
+        Raises:
+            OutOfMemory: the device cannot hold the step.
+        """
         if self.device.type == "cpu":
-            return _Deferred(lambda: self.start(plan).wait())
+            return Deferred(lambda: self.start(plan).wait())
         return self.start(plan)
 
     @torch.inference_mode()
-    def start(self, plan: StepPlan) -> PendingStep:
+    def start(self, plan: StepPlan) -> Launched:
         """Begin the plan's transfer, apply its events, run its rows, and begin to fetch what they produce."""
-        with _out_of_memory(plan):
+        with self._out_of_memory(plan):
             self.swaps.join(plan.after)
             self.swaps.start(plan, self.pages, self.host_pages)
             shape = StepShape.of(plan, self.bucket_limits)
             self.state.admit(plan.admitted)
-            packed = self.state.pack(plan, shape)
-            views = packed.split(self.copy_in(packed.values))
+            asked = self.state.asked(shape)
+            asking = row_extras.logprob_rows(shape, self.state) if asked & LOGPROBS else None
+            changes = self.state.input.bring(plan, shape, asking, self.state.sampling.host_columns)
             if len(plan.copies):  # on the step's own stream: its rows need them at once
-                ops.copy_blocks(self.pages, views["copies"].long().view(-1, 2))
-            self.state.update(plan, views)
+                ops.copy_blocks(self.pages, changes.copies.long())
+            self.state.apply(changes)
             if not len(shape.slots):
-                return _Launched(shape, torch.zeros((2, 0), dtype=torch.int32), Extras(), None, self.swaps)
-            outcome, extras = self._forward(shape, views)
-            return _Launched.fetching(shape, outcome, extras, self.swaps)
+                return Launched(shape, None, Extras(), self.swaps)
+            self.out.clear()
+            extras = self._run(shape, asked, asking)
+            return Launched(shape, self.out.send(), extras, self.swaps)
+
+    def _run(self, shape: StepShape, asked: int, asking: I32 | None) -> Extras:
+        """Queue a step's rows.
+
+        Args:
+            asked: what any row asks for, bits of `slot_state`.
+            asking: device rows that report log-probabilities of their token, if any.
+        """
+        state, model, out, extras = self.state, self.model, self.out, Extras()
+        with _range(self.device, "forward"):
+            batch, x, residual = self.forward(self.rows(shape), shape if asked & EMBEDS else None)
+        if asked & PROMPT_LOGPROBS:
+            row_extras.prompt_logprobs(model, x, residual, shape, state, out, extras)
+        if asked & POOLS:
+            row_extras.pool(model, x, residual, shape, state, out, extras)
+        if shape.num_samples:
+            with _range(self.device, "sample"):
+                logits = self.logits(batch, x, residual)
+                rows = self.sampling_rows(shape, truncates=bool(asked & TRUNCATES), edits=bool(asked & EDITS))
+                if asking is None or not len(asking):
+                    row_extras.draw(logits, rows, out)
+                else:
+                    index = state.input.rows(shape.bucket_rows).logprob_rows
+                    row_extras.draw_and_report(logits, rows, asking, index, shape, state, out, extras)
+        return extras
+
+    def rows(self, shape: StepShape) -> StepRows:
+        """What `forward` reads of a step; the same tensors for all steps of a bucket."""
+        views = self.state.input.rows(shape.bucket_rows)
+        return StepRows(
+            slots=views.slots,
+            starts=views.starts,
+            query_start=views.query_start,
+            num_tokens=shape.num_tokens,
+            num_rows=len(shape.slots),
+            num_decode_rows=shape.num_decode_rows,
+            max_query_len=shape.max_query_len,
+            max_seq_len=shape.max_seq_len,
+            bucket_tokens=shape.bucket_tokens,
+        )
+
+    def sampling_rows(self, shape: StepShape, *, truncates: bool, edits: bool) -> SamplingRows:
+        """What `row_extras.draw` reads of a step; likewise."""
+        views = self.state.input.rows(shape.bucket_rows)
+        return self.state.sampling.rows(views.sample_slots, views.positions, truncates=truncates, edits=edits)
+
+    def forward(self, rows: StepRows, embeds_of: StepShape | None = None) -> Hidden:
+        """Prepare the batch and run all layers over it.
+
+        Args:
+            embeds_of: the shape of a step where prompt embeddings stand in for tokens.
+
+        Returns:
+            The batch, and x and residual [T, hidden] as from `Decoder.forward`.
+        """
+        state, model = self.state, self.model
+        batch = ops.prepare_batch(rows, state.token_table, state.block_table, self.info.block_size, self.buffers)
+        x = model.embed(batch.token_ids)
+        if embeds_of is not None:
+            state.insert_embeds(x, embeds_of)
+        return batch, *model.forward(x, batch, self.pages)
+
+    def logits(self, batch: Batch, x: Tensor, residual: Tensor) -> Tensor:
+        """[R, vocab] at the last token of each row."""
+        last = batch.sample_index
+        return self.model.logits(self.model.final(x[last], residual[last]))
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes by use."""
+        """Bytes by use: weights, KV cache, tables and vectors of steps and slots, pools of sampling options."""
         weights = {t.data_ptr(): t.nbytes for t in self.model.tensors()}
+        buffers = [getattr(self.buffers, field.name) for field in fields(self.buffers)]
         stats = {
             "weights_bytes": sum(weights.values()),
             "kv_cache_bytes": self.pages.nbytes,
             "host_kv_cache_bytes": self.host_pages.nbytes,
+            "tables_bytes": sum(t.nbytes for t in (*buffers, *self.state.tensors(), self.out.vector)),
+            "sampling_bytes": sum(t.nbytes for t in self.state.sampling.tensors()),
         }
         if self.device.type == "cuda":
             stats["allocated_bytes"] = torch.cuda.memory_allocated(self.device)
@@ -115,41 +211,6 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Nothing runs between calls."""
 
-    def _forward(self, shape: StepShape, views: Views) -> Forward:
-        """Tokens and faults as int32 [2, R] in device row order, and the extras by plan row."""
-        state, model = self.state, self.model
-        slots = views["slots"]
-        rows = StepRows(
-            slots=slots,
-            starts=views["starts"],
-            query_start=views["query_start"],
-            num_tokens=shape.num_tokens,
-            num_rows=len(shape.slots),
-            num_decode_rows=shape.num_decode_rows,
-            max_query_len=int(shape.query_lens.max()),
-            max_seq_len=int((shape.starts + shape.query_lens).max()),
-            bucket_tokens=shape.bucket_tokens,
-        )
-        with _range(self.device, "forward"):
-            batch = ops.prepare_batch(rows, state.token_table, state.block_table, self.info.block_size, self.buffers)
-            x = model.embed(batch.token_ids)
-            if state.embeds:
-                state.insert_embeds(x, shape)
-            x, residual = model.forward(x, batch, self.pages)
-        extras = Extras()
-        prompt_logprobs(model, x, residual, shape, state, extras)
-        pool(model, x, residual, shape, state, extras)
-        if not shape.samples.any():  # nothing but parts of prompts
-            return torch.stack((torch.full_like(slots, -1), torch.zeros_like(slots))), extras
-        with _range(self.device, "sample"):
-            last = batch.sample_index
-            logits = model.logits(model.final(x[last], residual[last]))
-            logprobs = LogprobRows(logits, views["logprob_rows"])
-            sampling = state.sampling.rows(views["sample_slots"], views["positions"], shape.slots[shape.samples])
-            tokens, faults = ops.sample(logits, sampling)
-            logprobs.finish(tokens, shape, state, extras)
-        return torch.stack((tokens, faults.int())), extras
-
     def _time_swap(self, rounds: int = 3) -> float:
         """Seconds to copy one block to the host: the best of a few, the first being slow."""
         best = 1e9
@@ -159,78 +220,32 @@ class ModelRunner:
             best = min(best, time.perf_counter() - begin)
         return best
 
-
-@dataclass(slots=True)
-class _Deferred:
-    """A step that is computed when its result is asked for."""
-
-    run: Callable[[], StepResult]
-
-    def wait(self) -> StepResult:
-        return self.run()
-
-
-@dataclass(slots=True)
-class _Launched:
-    """A step whose tokens are on their way to the host.
-
-    Attributes:
-        outcome: int32 [2, R], tokens and faults in device row order, with padding.
-        event: recorded behind the copies; None where there are none.
-    """
-
-    shape: StepShape
-    outcome: Tensor
-    extras: Extras
-    event: torch.cuda.Event | None
-    swaps: SwapStream
-
-    @classmethod
-    def fetching(cls, shape: StepShape, outcome: Tensor, extras: Extras, swaps: SwapStream) -> _Launched:
-        host, extras = fetch(outcome), extras.map(fetch)
-        event = None
-        if outcome.is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        return cls(shape, host, extras, event, swaps)
-
-    def wait(self) -> StepResult:
-        """The result in the plan's row order."""
-        if self.event is not None:
-            self.event.synchronize()
-        order, extras = self.shape.order, self.extras
-        tokens: I32 = np.empty(len(order), np.int32)
-        faults = np.empty(len(order), np.uint8)
-        tokens[order], faults[order] = self.outcome[:, : len(order)].numpy()
-        pooled = {row: np.array(vector.numpy(), np.float32) for row, vector in extras.pooled.items()}
-        for row, vector in pooled.items():
-            faults[row] |= not np.isfinite(vector).all()
-        return StepResult(
-            tokens=tokens,
-            faults=faults,
-            logprobs=extras.row_logprobs(),
-            prompt_logprobs={row: to_row_logprobs(triple) for row, triple in extras.prompt_logprobs.items()},
-            pooled=pooled,
-            transferred=self.swaps.poll(),
-        )
+    @contextmanager
+    def _out_of_memory(self, plan: StepPlan) -> Iterator[None]:
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self.device.type == "cuda":
+                # The engine drops the steps in flight and gives their slots away: uploads, which wait for no step,
+                # must find them done.
+                torch.cuda.synchronize(self.device)
+            raise OutOfMemory(
+                f"a step of {plan.num_rows} rows and {plan.num_tokens} tokens does not fit: {first_line(error)}"
+            ) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """torch reports a CPU's failed allocation as a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+    """Whether memory was short, on either side: torch, cuBLAS and Triton say so in a plain RuntimeError each."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = ("out of memory", "ALLOC_FAILED", "allocate memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
-@contextmanager
-def _out_of_memory(plan: StepPlan) -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        line = (str(error).splitlines() or ["out of memory"])[0]
-        raise OutOfMemory(
-            f"a step of {plan.num_rows} rows and {plan.num_tokens} tokens does not fit: {line}"
-        ) from error
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["out of memory"])[0]
 
 
 @contextmanager
@@ -244,10 +259,3 @@ def _range(device: torch.device, name: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU numpy's, whose memory the system hands out when it is first written, not all at once."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
-    return torch.zeros(shape, dtype=dtype, device=device)

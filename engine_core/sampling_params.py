@@ -20,6 +20,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 1 << 14  # of all bad words together, in both spellings
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 64
 MAX_TOKENS = 1 << 24
@@ -131,6 +132,8 @@ class SamplingParams:
         if self.bad_words_token_ids is not None:
             listed = entries("bad_words", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
             words = tuple([token_ids("bad_words", word, MAX_STOP_LENGTH) for word in listed])
+            if (size := sum(map(len, words))) > MAX_BAD_WORD_TOKENS:
+                raise ValidationError("bad_words", f"{size} tokens in all are more than {MAX_BAD_WORD_TOKENS}")
             self._put("bad_words_token_ids", words or None)
             banned = {word[0] for word in words if len(word) == 1}
             if self.allowed_token_ids and banned.issuperset(self.allowed_token_ids):

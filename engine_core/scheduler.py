@@ -14,7 +14,6 @@ Knows no device, no socket and no text.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from dataclasses import dataclass
 
@@ -26,11 +25,10 @@ from wavecore.engine_core.kv_manager import KVEvents
 from wavecore.engine_core.lifecycle import Lifecycle
 from wavecore.engine_core.plan import Admission, StepPlan
 from wavecore.engine_core.request import Request
+from wavecore.engine_core.step_budget import StepBudget
 
 Rows = npt.NDArray[np.intp]
 I32 = npt.NDArray[np.int32]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, life: Lifecycle) -> None:
         self.life = life
-        self.budget = config.max_num_batched_tokens
+        self.budget = StepBudget(config.max_num_batched_tokens)
         self.chunked = config.enable_chunked_prefill
         self.blocked = ""  # why the head of the queue was not admitted by the last plan
         self._admitted: list[Admission] = []
@@ -69,11 +67,6 @@ class Scheduler:
             return None
         return self._commit(rows, lens)
 
-    def shrink_budget(self) -> None:
-        """Plan smaller steps from now on: a step ran out of memory. Decode rows always run, whatever the budget."""
-        self.budget = max(self.budget // 2, 1)
-        logger.warning("steps are cut to %d tokens; start with a lower max_num_batched_tokens", self.budget)
-
     def _choose(self) -> tuple[Rows, I32]:
         """The slots that get a row now, and their query lengths."""
         if self.life.policy.preempts:
@@ -92,15 +85,15 @@ class Scheduler:
         s = self.life.slots
         rows = s.ordered()
         need = s.length[rows] - s.computed[rows]
-        left = self.budget - int(need.sum())
+        left = self.budget.tokens - int(need.sum())
         if left >= 0:
             return rows, need, left
-        # Decode rows first, the rest to prompts, best key first: at least one token, so that a shrunk budget cannot
-        # leave the first in line without a row.
-        prompt = np.where(need > 1, need, 0)
-        room = max(self.budget - int((need == 1).sum()), 1)
-        share = np.clip(room - (np.cumsum(prompt) - prompt), 0, prompt)
-        lens = np.where(need > 1, share, need).astype(np.int32)
+        decode = need == 1
+        room = self.budget.tokens - int(decode.sum())
+        if room > 0:  # decode rows first, the rest to prompts, best key first
+            lens = np.where(decode, need, _fill(np.where(decode, 0, need), room))
+        else:  # a budget cut by lack of memory: by key alone, so that the first in line has a row
+            lens = _fill(need, self.budget.tokens)
         chosen = lens > 0
         return rows[chosen], lens[chosen], 0
 
@@ -149,9 +142,9 @@ class Scheduler:
         while (request := self.life.waiting.peek()) is not None:
             n = len(request.tokens)
             # A request resumed after a preemption may be longer than one step, even with chunked prefill off.
-            least = 1 if self.chunked or n > self.budget else n
+            least = 1 if self.chunked or n > self.budget.tokens else n
             if left < least:
-                self.blocked = f"{left} tokens of the step's budget of {self.budget} were left"
+                self.blocked = f"{left} tokens of the step's budget of {self.budget.tokens} were left"
                 break
             keep_reserve = self.life.num_running and request is not self._made_room_for
             slot = self._start(request, self.life.kv.watermark if keep_reserve else 0)
@@ -283,6 +276,12 @@ class Scheduler:
 
 _NONE = np.zeros(0, np.int32)
 _NO_PAIRS = np.zeros((0, 2), np.int32)
+
+
+def _fill(need: I32, budget: int) -> I32:
+    """What each gets of a budget that is handed out from the front."""
+    share: I32 = np.clip(budget - (np.cumsum(need) - need), 0, need).astype(np.int32)
+    return share
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> I32:

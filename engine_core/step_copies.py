@@ -1,65 +1,158 @@
-"""Host to device and back without a wait: one packed copy in and one copy out a step, through pinned memory.
+"""Host to device and back without a wait: one vector in and one out, each at one address for the engine's life.
 
-On a CPU host and device are the same memory and nothing is copied.
+A step fills a vector of pinned memory and queues its copy; what comes back lands in pinned memory behind an event. The
+pinned vectors form rings, so that none is rewritten while a step in flight may read it. On a CPU host and device are
+the same memory and nothing is copied.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from wavecore.engine_core.plan import I32
 
-DEPTH = 4  # steps whose pinned buffers live: two in flight, one being filled, one being read
+DEPTH = 3  # steps whose pinned vectors live: two in flight, one being filled or read
+Kind = type[np.int32] | type[np.float32]
 
 
-@dataclass(slots=True)
-class _Pinned:
-    buffer: Tensor
-    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+def zeros(*shape: int, dtype: torch.dtype = torch.int32, device: torch.device) -> Tensor:
+    """Zeros; on a CPU numpy's, whose memory the system hands out when it is first written, not all at once."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _ring(vector: Tensor) -> list[Tensor]:
+    """Pinned vectors like one on a device; on a CPU the vector itself."""
+    if not vector.is_cuda:
+        return [vector]
+    return list(torch.zeros((DEPTH, len(vector)), dtype=vector.dtype, pin_memory=True))
+
+
+def _events(vector: Tensor) -> list[torch.cuda.Event]:
+    """One for each pinned vector, to be recorded behind its copy; none on a CPU."""
+    return [torch.cuda.Event() for _ in range(DEPTH)] if vector.is_cuda else []  # type: ignore[no-untyped-call]
 
 
 class CopyIn:
-    """A ring of pinned vectors and one device vector; each grows to the largest step."""
+    """The vector that steps bring to the device.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.turn = 0
-        self.target = torch.empty(0, dtype=torch.int32, device=device)
-        self.ring = [_Pinned(torch.empty(0, dtype=torch.int32)) for _ in range(DEPTH)] if device.type == "cuda" else []
+    Attributes:
+        target: int32 [size] on the device, valid until the next `send` on the same stream.
+    """
 
-    def __call__(self, values: I32) -> Tensor:
-        """The values on the device, valid until the next call on the same stream."""
-        if not self.ring:
-            return torch.from_numpy(values)
-        size = len(values)
-        if size > len(self.target):
-            self.target = torch.empty(2 * size, dtype=torch.int32, device=self.device)
-        self.turn = (self.turn + 1) % DEPTH
-        slot = self.ring[self.turn]
-        if size > len(slot.buffer):
-            slot.buffer = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
-        slot.copied.synchronize()  # long past: the copy was DEPTH steps ago
-        slot.buffer[:size].copy_(torch.from_numpy(values))
-        target = self.target[:size]
-        target.copy_(slot.buffer[:size], non_blocking=True)
-        slot.copied.record()
-        return target
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.target = zeros(size, device=device)
+        self._ring = _ring(self.target)
+        self._values = [vector.numpy() for vector in self._ring]
+        self._copied = _events(self.target)
+        self._turn = 0
 
+    def room(self) -> I32:
+        """int32 [size] on the host for the next step's values; holds those of an earlier step."""
+        self._turn = (self._turn + 1) % len(self._ring)
+        if self._copied:
+            self._copied[self._turn].synchronize()  # long past: the copy was DEPTH steps ago
+        return self._values[self._turn]
 
-def fetch(tensor: Tensor) -> Tensor:
-    """The tensor in host memory; on CUDA pinned, and valid only after an event recorded later has passed."""
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    def send(self, *parts: slice) -> None:
+        """Queue the copies of parts of `room`'s vector to the same places on the device."""
+        if not self._copied:
+            return
+        source = self._ring[self._turn]
+        for part in parts:
+            self.target[part].copy_(source[part], non_blocking=True)
+        self._copied[self._turn].record()
 
 
-def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, for rare things of any size; on CUDA through pinned memory, so that nothing waits."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part of a step's output lies in the vector that comes back."""
+
+    begin: int
+    shape: tuple[int, ...]
+    kind: Kind
+
+    def read(self, values: I32) -> npt.NDArray[Any]:
+        """A copy of the part, from the vector on the host: the vector is used again soon."""
+        size = int(np.prod(self.shape))
+        return np.array(values[self.begin : self.begin + size].view(self.kind).reshape(self.shape))
+
+
+class CopyOut:
+    """The vector that steps bring back: tokens and faults of every row, then what rows asked for besides.
+
+    Args:
+        rows: most rows of a step.
+        extras: int32 values of room for what rows ask for.
+
+    Attributes:
+        tokens, faults: int32 [rows] on the device, in device row order.
+    """
+
+    def __init__(self, rows: int, extras: int, device: torch.device) -> None:
+        self.most_rows = rows
+        self.vector = zeros(2 * rows + extras, device=device)
+        self.tokens, self.faults = self.vector[:rows], self.vector[rows : 2 * rows]
+        self._ring = _ring(self.vector)
+        self._values = [vector.numpy() for vector in self._ring]
+        self._copied = _events(self.vector)
+        self._turn = 0
+        self._used = 2 * rows
+
+    def clear(self) -> None:
+        """Begin with the output of a new step."""
+        self._used = 2 * self.most_rows
+
+    def take(self, *shape: int, kind: Kind) -> tuple[Tensor, Place]:
+        """Room on the device for a part of the step's output, and its place for the host."""
+        place = Place(self._used, shape, kind)
+        self._used += int(np.prod(shape))
+        assert self._used <= self.vector.numel(), "the rows of a step ask for more than a plan can hold"
+        part = self.vector[place.begin : self._used]
+        return (part if kind is np.int32 else part.view(torch.float32)).view(shape), place
+
+    def send(self) -> Fetched:
+        """Queue the copy of all that the step wrote: always one."""
+        self._turn += 1
+        at = self._turn % len(self._ring)
+        if self._copied:
+            self._ring[at][: self._used].copy_(self.vector[: self._used], non_blocking=True)
+            self._copied[at].record()
+        return Fetched(self, self._turn, self._values[at], self._copied[at] if self._copied else None)
+
+    def keeps(self, turn: int) -> bool:
+        """No later step was given the pinned vector of this turn."""
+        return self._turn - turn < len(self._ring)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A vector on its way to the host.
+
+    Attributes:
+        event: recorded behind the copy; None on a CPU.
+    """
+
+    source: CopyOut
+    turn: int
+    values: I32
+    event: torch.cuda.Event | None
+
+    def wait(self) -> I32:
+        """The vector, once it is here; valid until DEPTH steps later."""
+        if self.event is not None:
+            self.event.synchronize()
+        assert self.source.keeps(self.turn), "a step was waited for after its vector was used again"
+        return self.values
+
+    def drawn(self, rows: int) -> I32:
+        """Tokens and faults [2, rows] in the vector."""
+        most = self.source.most_rows
+        return self.values[: 2 * most].reshape(2, most)[:, :rows]

@@ -6,11 +6,13 @@ A plan's swaps are one transfer, see `plan.StepPlan`. On a CPU a transfer is don
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from wavecore.engine_core.plan import StepPlan
+from wavecore.engine_core.plan import I32, StepPlan
 
 
 class SwapStream:
@@ -25,7 +27,8 @@ class SwapStream:
         """Begin the plan's transfer behind everything that the current stream holds so far.
 
         Args:
-            pages, host_pages: [blocks, ...] on the device and pinned on the host; a block, all its layers, is one copy.
+            pages, host_pages: [blocks, ...] on the device and pinned on the host. A block, all its layers, is one copy;
+                neighbours go together.
         """
         if not len(plan.swap_out) and not len(plan.swap_in):
             return
@@ -56,7 +59,15 @@ class SwapStream:
 
 
 def _copy(plan: StepPlan, pages: Tensor, host_pages: Tensor) -> None:
-    for block, host_block in plan.swap_out.tolist():
-        host_pages[host_block].copy_(pages[block], non_blocking=True)
-    for host_block, block in plan.swap_in.tolist():
-        pages[block].copy_(host_pages[host_block], non_blocking=True)
+    for block, host_block, count in _runs(plan.swap_out):
+        host_pages[host_block : host_block + count].copy_(pages[block : block + count], non_blocking=True)
+    for host_block, block, count in _runs(plan.swap_in):
+        pages[block : block + count].copy_(host_pages[host_block : host_block + count], non_blocking=True)
+
+
+def _runs(pairs: I32) -> Iterator[tuple[int, int, int]]:
+    """(source, target, count) of neighbours on both sides: one copy moves them all."""
+    breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(axis=1)) + 1
+    for run in np.split(pairs, breaks):
+        if len(run):
+            yield int(run[0, 0]), int(run[0, 1]), len(run)

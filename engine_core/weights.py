@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from wavecore.engine_core.device_memory import check_weights
 from wavecore.engine_core.model_files import Progress, weight_files
 from wavecore.engine_core.model_spec import ModelSpec
 from wavecore.engine_core.weight_names import Part, hf_parts
@@ -42,6 +43,7 @@ def load_folder(
 
     Raises:
         ModelError: naming the file: truncated, a tensor missing, unknown, or of another shape than config.json says.
+        ResourceError: the device has no room for them.
     """
     path = folder
     try:
@@ -79,6 +81,10 @@ def fill(
     """Check all names and shapes, then allocate the parameters and copy tensor by tensor.
 
     The check comes first, so that a config that lies about sizes allocates nothing.
+
+    Raises:
+        ModelError: a tensor that is missing, unknown, or of another shape.
+        ResourceError: the device has no room for them all.
     """
     missing = set(parts)
     for tensor in stored:
@@ -95,6 +101,7 @@ def fill(
     if missing:
         names = ", ".join(sorted(missing)[:3])
         raise ModelError(f"{source}: {len(missing)} tensors are missing: {names}{', ...' if len(missing) > 3 else ''}")
+    check_weights(spec, source, dtype, device)
     parameters = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in spec.shapes().items()}
     for done, tensor in enumerate(stored, 1):
         part = parts[tensor.name]

@@ -7,12 +7,12 @@ once; a row cut by a border leaves float32 partials, at most two a program, whic
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from wavecore.kernels.attention_ranges import ROW_COST, Ranges, make_ranges
+from wavecore.kernels.attention_shapes import LEAST_BLOCK_D, MAX_GROUP, decode_shape
 from wavecore.kernels.attention_tile import LOG2E, load_tile, softmax_step
 from wavecore.kernels.batch import Batch
 from wavecore.kernels.device import num_multiprocessors
@@ -35,13 +35,14 @@ def decode_attention(
     tokens, heads, dim = q.shape
     _, num_layers, _, kv_heads, page_size, _ = pages.shape
     rows = len(batch.seq_lens)
-    tile, warps, stages, resident = _shape(dim, q.dtype)
+    assert heads // kv_heads <= MAX_GROUP
+    tile, warps, stages, resident = decode_shape(dim, q.dtype)
     key = ("decode_ranges", window, heads, tile)
     if key not in batch.shared:
         programs = max(1, num_multiprocessors(q.device) * resident // kv_heads)
         batch.shared[key] = make_ranges(batch, programs, heads, dim, window, tile)
     ranges: Ranges = batch.shared[key]
-    block_d = triton.next_power_of_2(dim)
+    block_d = max(LEAST_BLOCK_D, triton.next_power_of_2(dim))
     _decode[(len(ranges.first_row), kv_heads)](
         q,
         pages,
@@ -92,19 +93,7 @@ def decode_attention(
     )
 
 
-def _shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Keys a tile, warps, stages, and how many programs fit a multiprocessor (registers and shared memory of sm_90).
-
-    Loads go through the block table, so that 5 stages keep two tiles in flight.
-    """
-    if dtype == torch.float32:
-        return (32, 4, 2, 2) if dim <= 128 else (16, 4, 2, 2)
-    if dim <= 64:
-        return 64, 4, 5, 4
-    return (64, 4, 5, 2) if dim <= 128 else (32, 4, 5, 2)
-
-
-@triton.jit(do_not_specialize=["layer", "num_layers", "num_rows"])
+@triton.jit(do_not_specialize=["table_stride", "layer", "num_layers", "num_rows"])
 def _decode(
     q_ptr,
     pages_ptr,

@@ -6,11 +6,11 @@ programs start at query_start[r] // tokens_per_program + r: an upper bound that 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from wavecore.kernels.attention_shapes import LEAST_BLOCK_D, MAX_GROUP, prefill_shape
 from wavecore.kernels.attention_tile import LOG2E, load_tile, softmax_step
 from wavecore.kernels.batch import Batch
 
@@ -22,9 +22,9 @@ def prefill_attention(
     tokens, heads, dim = q.shape
     _, num_layers, _, kv_heads, page_size, _ = pages.shape
     rows = len(batch.seq_lens)
-    block_m, block_n, warps, stages = _shape(dim, q.dtype)
+    block_m, block_n, warps, stages = prefill_shape(dim, q.dtype, q.device)
     group = heads // kv_heads
-    block_m = max(block_m, triton.next_power_of_2(group))
+    assert group <= MAX_GROUP
     block_q = block_m // group
     _prefill[(tokens // block_q + rows + 1, kv_heads)](
         q,
@@ -50,20 +50,13 @@ def prefill_attention(
         BLOCK_M=block_m,
         BLOCK_Q=block_q,
         BLOCK_N=block_n,
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=max(LEAST_BLOCK_D, triton.next_power_of_2(dim)),
         num_warps=warps,
         num_stages=stages,
     )
 
 
-def _shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """BLOCK_M, BLOCK_N, warps, stages: what fits 227 KiB of shared memory on Hopper."""
-    if dtype == torch.float32:  # exact products run outside the matrix units and want registers
-        return (32, 32, 4 if dim <= 128 else 8, 1)
-    return (128, 64, 4, 3) if dim <= 128 else (64, 64, 8, 2)
-
-
-@triton.jit(do_not_specialize=["layer", "num_layers", "num_rows", "num_tokens", "search_steps"])
+@triton.jit(do_not_specialize=["table_stride", "layer", "num_layers", "num_rows", "num_tokens", "search_steps"])
 def _prefill(
     q_ptr,
     pages_ptr,

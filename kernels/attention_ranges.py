@@ -21,7 +21,7 @@ from torch import Tensor
 from wavecore.kernels.batch import Batch
 
 ROW_COST = 2
-LEAST_ROWS = 1024  # one compiled kernel for all smaller batches
+ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def make_ranges(batch: Batch, programs: int, heads: int, dim: int, window: int, 
         WINDOW=window,
         TILE=tile,
         ROW_COST=ROW_COST,
-        BLOCK_R=max(LEAST_ROWS, triton.next_power_of_2(rows)),
+        BLOCK_R=ROWS_AT_ONCE,
         num_warps=4,
     )
     return made
@@ -95,7 +95,31 @@ def _map_ranges(
     ROW_COST: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    row = tl.arange(0, BLOCK_R)
+    total = 0
+    for start in range(0, num_rows, BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        total += tl.sum(_tiles(query_start_ptr, seq_lens_ptr, row, num_rows, WINDOW, TILE, ROW_COST))
+    size = tl.maximum((total + programs - 1) // programs, 1)
+    tl.store(tile_start_ptr + num_rows, total)
+    tl.store(size_ptr, size)
+    done = 0
+    for start in range(0, num_rows, BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        tiles = _tiles(query_start_ptr, seq_lens_ptr, row, num_rows, WINDOW, TILE, ROW_COST)
+        last = done + tl.cumsum(tiles)
+        first = last - tiles
+        tl.store(tile_start_ptr + row, first, mask=row < num_rows)
+        # the ranges whose first tile lies in a row: from ceil(first / size) to before ceil(last / size)
+        program = (first + size - 1) // size
+        after = (last + size - 1) // size
+        for step in range(0, tl.max(after - program)):
+            tl.store(first_row_ptr + program + step, row, mask=program + step < after)
+        done += tl.sum(tiles)
+
+
+@triton.jit
+def _tiles(query_start_ptr, seq_lens_ptr, row, num_rows, WINDOW: tl.constexpr, TILE: tl.constexpr, COST: tl.constexpr):
+    """Entries of each row in the list: none unless it has one query token."""
     inside = row < num_rows
     length = tl.load(seq_lens_ptr + row, mask=inside, other=0)
     begin = tl.load(query_start_ptr + row, mask=inside, other=0)
@@ -103,16 +127,4 @@ def _map_ranges(
     tiles = (length + TILE - 1) // TILE
     if WINDOW:
         tiles -= tl.maximum(length - WINDOW, 0) // TILE
-    tiles = tl.where((end - begin == 1) & (length > 0), tiles + ROW_COST, 0)
-    total = tl.sum(tiles)
-    size = tl.maximum((total + programs - 1) // programs, 1)
-    last = tl.cumsum(tiles)
-    first = last - tiles
-    tl.store(tile_start_ptr + row, first, mask=inside)
-    tl.store(tile_start_ptr + num_rows, total)
-    tl.store(size_ptr, size)
-    # the ranges whose first tile lies in a row: from ceil(first / size) to before ceil(last / size)
-    program = (first + size - 1) // size
-    after = (last + size - 1) // size
-    for step in range(0, tl.max(after - program)):
-        tl.store(first_row_ptr + program + step, row, mask=program + step < after)
+    return tl.where((end - begin == 1) & (length > 0), tiles + COST, 0)

@@ -14,14 +14,16 @@ def copy_blocks(pages: Tensor, pairs: Tensor) -> None:
     assert pages.is_contiguous() and pairs.is_contiguous() and pairs.shape[1] == 2
     size = pages[0].numel()
     if len(pairs):
-        _copy_pages[(triton.cdiv(size, BLOCK), len(pairs))](pages, pairs, size, BLOCK=BLOCK, num_warps=8)
+        _copy_pages[(len(pairs) * triton.cdiv(size, BLOCK),)](pages, pairs, size, BLOCK=BLOCK, num_warps=8)
 
 
 @triton.jit
 def _copy_pages(pages_ptr, pairs_ptr, size, BLOCK: tl.constexpr):
-    pair = tl.program_id(1)
+    parts = tl.cdiv(size, BLOCK)
+    pair = tl.program_id(0) // parts  # one axis: either number can be above the 65,535 of the others
+    part = (tl.program_id(0) % parts).to(tl.int64)
     source = tl.load(pairs_ptr + 2 * pair)
     target = tl.load(pairs_ptr + 2 * pair + 1)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = part * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     tl.store(pages_ptr + target * size + i, tl.load(pages_ptr + source * size + i, mask=inside), mask=inside)

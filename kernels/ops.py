@@ -31,23 +31,25 @@ _chosen: dict[tuple[str, str], Callable[..., Any]] = {}
 _custom: dict[str, Callable[..., Any]] = {}
 
 
-def register_op(name: str, fn: Callable[..., Any]) -> None:
+def register_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:
     """Replace an operation in this process, on every device.
 
     Args:
         name: one of `KERNEL_FILES`.
         fn: takes the arguments of the twin `wavecore.kernels.reference.<name>`. It is tried at once on small random
-            inputs, in float32 on the CPU and, where there is one, in bfloat16 on the GPU.
+            inputs.
+        like: an empty tensor with the dtype and the device of these inputs: where fn will be used.
 
     Raises:
-        ValueError: unknown name, or fn's results differ from the twin's in shape, dtype or value, on all devices
-            where it ran; the message says which result differs and by how much.
+        ValueError: unknown name, or fn's results differ from the twin's in shape, dtype or value; the message says
+            which result differs and by how much.
+        check.DidNotRun: fn raised; also a ValueError.
     """
     from wavecore.kernels.check import check_op
 
     if name not in KERNEL_FILES:
         raise ValueError(f"there is no operation {name!r}; the names are {', '.join(KERNEL_FILES)}")
-    check_op(name, fn)
+    check_op(name, fn, like)
     _custom[name] = fn
     _chosen.clear()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from wavecore.kernels.sampling_floor import find_floor
 from wavecore.kernels.sampling_hash import gumbel, row_keys
 from wavecore.kernels.sampling_rows import SamplingRows
-from wavecore.kernels.sampling_values import is_greedy, row_values, values_of
+from wavecore.kernels.sampling_values import EXACT, is_greedy, row_values, values_of
 
 BLOCK = 2048
 WORD_BLOCK = 256
@@ -51,7 +51,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     parts = triton.cdiv(vocab, BLOCK)
     best = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
     best_token = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
-    _draw[(parts, count)](
+    _draw[(count, parts)](
         values,
         rows.positions,
         rows.seed,
@@ -62,6 +62,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         HAS_FLOOR=rows.truncates,
         BLOCK=BLOCK,
         num_warps=4,
+        **EXACT,
     )
     _finish[(count,)](
         values,
@@ -146,8 +147,8 @@ def _draw(
     HAS_FLOOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    part = tl.program_id(0)
-    row = tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:
         return
@@ -162,7 +163,7 @@ def _draw(
         x = noisy
     x = tl.where(x == x, x, float("-inf"))
     best = tl.max(x, axis=0)
-    place = row.to(tl.int64) * tl.num_programs(0) + part
+    place = row.to(tl.int64) * tl.num_programs(1) + part
     tl.store(best_token_ptr + place, tl.min(tl.where(x == best, token, v.vocab), axis=0))
     tl.store(best_ptr + place, tl.where(broken > 0, float("nan"), best))
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wavecore.kernels.sampling_search import largest_reaching, mass, ordered, search_row, unordered
-from wavecore.kernels.sampling_values import Values, limits_top_k, row_values, truncates
+from wavecore.kernels.sampling_values import EXACT, Values, limits_top_k, row_values, truncates
 
 GROUP = 128
 CAPACITY = 4096
@@ -44,21 +44,31 @@ def find_floor(values: Values, block: int) -> Tensor:
     found = torch.zeros(count, dtype=torch.int32, device=device)
     candidates = torch.empty(count, CAPACITY, dtype=torch.float32, device=device)
     floor = torch.empty(count, dtype=torch.float32, device=device)
-    grid = (triton.cdiv(values.vocab, block), count)
-    _group_peaks[grid](values, peaks, groups, GROUP=GROUP, BLOCK=block)
+    grid = (count, triton.cdiv(values.vocab, block))
+    _group_peaks[grid](values, peaks, groups, GROUP=GROUP, BLOCK=block, **EXACT)
     goals = [max(1, int(groups * (1 - math.exp(-wanted / groups)))) for wanted in (WANTED_K, WANTED_P)]
-    _threshold[(count,)](values, peaks, groups, peak, threshold, *goals, BLOCK=triton.next_power_of_2(groups))
-    _collect[grid](values, peak, threshold, total, found, candidates, CAPACITY=CAPACITY, BLOCK=block)
+    _threshold[(count,)](values, peaks, groups, peak, threshold, *goals, BLOCK=triton.next_power_of_2(groups), **EXACT)
+    _collect[grid](values, peak, threshold, total, found, candidates, CAPACITY=CAPACITY, BLOCK=block, **EXACT)
     _search[(count,)](
-        values, peak, threshold, total, found, candidates, floor, CAPACITY=CAPACITY, BLOCK=SEARCH_BLOCK, num_warps=16
+        values,
+        peak,
+        threshold,
+        total,
+        found,
+        candidates,
+        floor,
+        CAPACITY=CAPACITY,
+        BLOCK=SEARCH_BLOCK,
+        num_warps=16,
+        **EXACT,
     )
     return floor
 
 
 @triton.jit
 def _group_peaks(v, peaks_ptr, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    part = tl.program_id(0)
-    row = tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:
         return
@@ -97,8 +107,8 @@ def _threshold(v, peaks_ptr, groups, peak_ptr, threshold_ptr, goal_k, goal_p, BL
 def _collect(
     v, peak_ptr, threshold_ptr, total_ptr, found_ptr, candidates_ptr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
 ):
-    part = tl.program_id(0)
-    row = tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:
         return

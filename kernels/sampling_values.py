@@ -14,6 +14,11 @@ from wavecore.kernels.sampling_rows import SEEN_IN_PROMPT, SamplingRows
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _OUTPUT_COUNT = tl.constexpr(SEEN_IN_PROMPT - 1)
 
+EXACT = {"enable_fp_fusion": False}
+"""Launch option of every kernel that computes `row_values`. Each computes them anew; a multiply-add fused in one
+kernel and not in another would differ in the last bit, and a floor found by the one could drop every token in the
+other."""
+
 
 class Values(NamedTuple):
     """What every kernel of sampling gets: the logits and the parameters by slot, as in `SamplingRows`."""

@@ -11,6 +11,16 @@ SWAPPED_ROWS = (1, *range(12, 49))
 same (float32 and bfloat16, oneDNN and MKL of torch 2.13 on Xeon; bench_cpu.py shows the sum)."""
 
 
+def exact_float32() -> None:
+    """Multiply float32 matrices in float32 on CUDA, in this process, from now on.
+
+    It is torch's default, but NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which rounds their values to
+    the 10 bits of TF32; who asks for float32 asks for more. (This setter is the one that torch 2.9 to 2.13 take without
+    a warning and that leaves their old and new settings in agreement.)
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight^T + bias.
 

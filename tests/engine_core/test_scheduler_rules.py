@@ -11,9 +11,10 @@ import psutil
 import pytest
 from tests.engine_core.driver import CLIENT, Driver, make_add
 
-from wavecore.engine_core.plan import StepPlan, StepResult
+from wavecore.engine_core.plan import OutOfMemory, StepPlan, StepResult
 from wavecore.engine_core.request import State
 from wavecore.engine_core.scripted import Script
+from wavecore.engine_core.step_budget import MOST_PATIENCE, PATIENCE, StepBudget
 from wavecore.transport.messages import FinishReason
 
 SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=256, num_host_blocks=40)
@@ -343,13 +344,43 @@ def test_one_request_breaks_a_step_and_ends_alone(asynchronous: bool) -> None:
     driver.check_all()
 
 
-def test_out_of_memory_once_shrinks_the_steps() -> None:
-    driver = Driver(Script(eos_token_id=[], faults={"oom_at_steps": [3]}), max_num_batched_tokens=512)
+def sizes(driver: Driver) -> list[tuple[int, int]]:
+    """Tokens of each step and the budget it was planned with, until all is done."""
+    seen: list[tuple[int, int]] = []
+    while driver.core.has_work:
+        driver.step()
+        if driver.core.in_flight:
+            seen.append((driver.core.in_flight[-1][0].plan.num_tokens, driver.core.scheduler.budget.tokens))
+    return seen
+
+
+def test_out_of_memory_once_halves_the_steps_for_a_while() -> None:
+    driver = small(replace(SCRIPT, faults={"oom_at_steps": [1]}), num_gpu_blocks_override=60)
     for handle in range(4):
-        driver.add(handle, [1 + handle] * 6, max_tokens=12)
+        driver.add(handle, prompt(handle, 8), max_tokens=200)
+    steps = sizes(driver)
+    driver.check_all()
+    assert max(tokens for tokens, _ in steps) == 16 and all(tokens <= budget for tokens, budget in steps)
+    budgets = [budget for _, budget in steps]
+    assert budgets[0] == 16 and min(budgets) == 8 and budgets[-1] == 16
+
+
+def test_out_of_memory_cuts_decode_rows_too_and_then_nobody_ends() -> None:
+    """Steps of more than three tokens do not fit, however often they are tried."""
+    driver = small(num_gpu_blocks_override=60)
+    run = driver.runner.run
+
+    def short_of_memory(plan: StepPlan) -> StepResult:
+        if plan.num_tokens > 3:
+            driver.runner.queue.clear()
+            raise OutOfMemory("told to")
+        return run(plan)
+
+    driver.runner.run = short_of_memory  # type: ignore[method-assign]
+    for handle in range(8):
+        driver.add(handle, prompt(handle, 5 + handle), max_tokens=30)
     driver.run()
     driver.check_all()
-    assert driver.core.scheduler.budget == 256
 
 
 def test_the_first_in_line_moves_however_small_the_steps_become() -> None:
@@ -358,23 +389,68 @@ def test_the_first_in_line_moves_however_small_the_steps_become() -> None:
         driver.add(handle, prompt(handle, 9), {"priority": 4 - handle}, max_tokens=20)
         driver.step()
         driver.step()
-    for _ in range(4):
-        driver.core.scheduler.shrink_budget()
-    assert driver.core.scheduler.budget == 1
+    for _ in range(3):
+        driver.core.scheduler.budget.shrink(4)
+    assert driver.core.scheduler.budget.tokens == 1
     driver.add(9, prompt(9, 25), {"priority": 0}, max_tokens=5)
     driver.run()
     driver.check_all()
 
 
-def test_out_of_memory_again_ends_the_biggest_request() -> None:
-    driver = Driver(Script(eos_token_id=[], faults={"oom_token": 66}), max_num_batched_tokens=512)
+def test_out_of_memory_again_ends_whose_options_made_the_step_big() -> None:
+    """Not the longest: a client that asks for much pays for it."""
+    script = Script(eos_token_id=[], faults={"oom_token": 66})
+    driver = Driver(script, max_num_batched_tokens=512)
+    for handle in range(4):
+        driver.add(handle, [1 + handle] * 60, max_tokens=12, logprobs=1 if handle == 2 else None)
+    driver.add(9, [66] * 20, max_tokens=12, prompt_logprobs=5, logprobs=5)
+    driver.run()
+    assert driver.finish.pop(9) is FinishReason.ERROR and driver.extras[9]["code"] == "resource"
+    assert "of its rows this request's needs most memory, for prompt_logprobs" in driver.extras[9]["message"]
+    assert driver.core.scheduler.budget.tokens > 32
+    del driver.sent[9]
+    driver.check_all()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_request_that_runs_out_of_memory_alone_ends(asynchronous: bool) -> None:
+    """Without options to blame steps shrink until it is alone: nobody else ends."""
+    script = Script(eos_token_id=[], faults={"oom_token": 66})
+    driver = Driver(script, max_num_batched_tokens=512, async_scheduling=asynchronous)
     for handle in range(4):
         driver.add(handle, [1 + handle] * 6, max_tokens=12)
-    driver.add(9, [66] * 20, max_tokens=12)
+    driver.add(9, [66] * 4, max_tokens=12)
     driver.run()
     assert driver.finish.pop(9) is FinishReason.ERROR and driver.extras[9]["code"] == "resource"
     del driver.sent[9]
     driver.check_all()
+
+
+def test_a_step_budget_shrinks_at_once_and_grows_back_slowly() -> None:
+    def steps_until_it_grows(budget: StepBudget) -> int:
+        before, steps = budget.tokens, 0
+        while budget.tokens == before:
+            budget.step_fitted()
+            steps += 1
+        assert budget.tokens == min(2 * before, budget.most)
+        return steps
+
+    budget = StepBudget(100)
+    budget.shrink(30)
+    assert budget.tokens == 15 and budget.failures == 1
+    assert steps_until_it_grows(budget) == PATIENCE
+    budget.shrink(budget.tokens)
+    assert budget.tokens == 15 and budget.failures == 2
+    assert [steps_until_it_grows(budget) for _ in range(3)] == [2 * PATIENCE] * 3
+    assert budget.tokens == 100 and budget.failures == 2
+    for _ in range(2 * PATIENCE):  # long without a fault: forgotten
+        budget.step_fitted()
+    assert budget.failures == 0
+    budget.shrink(100)
+    assert steps_until_it_grows(budget) == PATIENCE
+    for _ in range(20):
+        budget.shrink(1)
+    assert budget.tokens == 1 and steps_until_it_grows(budget) == MOST_PATIENCE
 
 
 def test_any_other_exception_leaves_the_core() -> None:

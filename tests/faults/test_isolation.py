@@ -53,7 +53,7 @@ def test_exception_for_one_request(deploy: Any) -> None:
 def test_out_of_memory_once(deploy: Any) -> None:
     """A step runs out of GPU or host memory.
 
-    The running requests are preempted and computed again in smaller steps; all of them finish.
+    The running requests are preempted and computed again, in smaller steps for a while; all of them finish.
     """
     with deploy({"faults": {"oom_at_steps": [6]}, "step_seconds": 0.005}) as deployed:
         for stream in mates(deployed):
@@ -64,7 +64,7 @@ def test_out_of_memory_once(deploy: Any) -> None:
 def test_out_of_memory_again_and_again(deploy: Any) -> None:
     """A request needs more memory than there is, in every step that it takes part in.
 
-    The biggest request of the step ends with `ResourceError`; the engine stays and the others finish.
+    It ends with `ResourceError`, found by its costly options or because it fails alone; the others finish.
     """
     with deploy({"faults": {"oom_token": BAD}, "step_seconds": 0.005}) as deployed:
         others = mates(deployed)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
-from tests.models.checkpoints import VOCAB, make_config, save_model
-from tests.models.driver import Driver, load
+import triton.language as tl
+from tests.models.checkpoints import make_config, save_model
+from tests.models.driver import load
+from tests.models.every_request import every_request
 
-from wavecore.engine_core.sampling_params import SamplingParams
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"head_dim": 128, "max_position_embeddings": 4200}),
+    "gemma2": ("Gemma2", {"sliding_window": 12, "query_pre_attn_scalar": 48, "tie_word_embeddings": True}),
+}
+
+
+@triton.jit
+def _probe(out_ptr, VALUE: tl.constexpr):
+    tl.store(out_ptr, VALUE)
 
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """Names of kernels compiled from here on."""
+    """Names of kernels compiled from here on, in this process."""
     names: list[str] = []
 
     def hook(*_args: Any, **details: Any) -> None:
@@ -28,29 +38,25 @@ def compiled() -> Iterator[list[str]]:
     triton.knobs.runtime.jit_post_compile_hook = None
 
 
-def test_nothing_compiles_after_the_start(tmp_path: Path, compiled: list[str]) -> None:
-    folder = save_model(tmp_path / "model", make_config("Llama", head_dim=128))
-    runner = load(
-        folder,
-        device="cuda",
-        dtype="bfloat16",
-        block_size=16,
-        num_gpu_blocks_override=None,
-        gpu_memory_utilization=0.3,
-    )
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("model", "rows", "tokens", "dtype"),
+    [("llama", 2048, 4096, "bfloat16"), ("llama", 50, 4097, "float32"), ("gemma2", 100, 600, "bfloat16")],
+)
+def test_no_request_compiles_a_kernel(
+    tmp_path: Path, compiled: list[str], model: str, rows: int, tokens: int, dtype: str
+) -> None:
+    """Whatever it asks for, and however many there are. tests/kernels/test_compile.py is the same without a GPU."""
+    family, changes = MODELS[model]
+    folder = save_model(tmp_path / "model", make_config(family, **changes), scale=0.08)
+    limits = {"max_num_seqs": rows, "max_num_batched_tokens": tokens, "block_size": 16}
+    runner = load(folder, device="cuda", dtype=dtype, num_gpu_blocks_override=20_000, **limits)
+    found = {}
+    for kind, run in every_request(runner, rows, tokens):
+        compiled.clear()
+        run()
+        found[kind] = list(compiled)
     compiled.clear()
-    draw = random.Random(1)
-    driver = Driver(runner)
-    kinds = [
-        SamplingParams(temperature=0.0, seed=0),
-        SamplingParams(temperature=1.0, seed=1),
-        SamplingParams(temperature=1.0, top_p=0.9, top_k=10, seed=2),
-    ]
-    for count in (1, 3, 7, 32):
-        asked = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 60))] for _ in range(count)]
-        driver.next_block = 1
-        driver.run(
-            [driver.add(p, draw.randint(2, 9), i, draw.choice(kinds)) for i, p in enumerate(asked)],
-            chunk=draw.choice([9, 1000]),
-        )
-    assert compiled == []
+    _probe[(1,)](torch.zeros(1, dtype=torch.int32, device="cuda"), VALUE=rows)
+    assert [name.rsplit(".", 1)[-1] for name in compiled] == ["_probe"], "the hook does not fire"
+    assert not any(found.values()), {kind: names for kind, names in found.items() if names}

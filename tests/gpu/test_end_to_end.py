@@ -6,10 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from tests.models.checkpoints import assert_greedy, load_reference, make_config, save_model
+from tests.models.engine import Engine
 from tests.models.test_equality_families import prompts
 
 from wavecore import LLM, ConfigError, SamplingParams
+from wavecore.engine_core.plan import OutOfMemory, PendingStep, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SETTINGS = {"skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 64}
@@ -20,18 +23,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "model", make_config("Qwen3"))
 
 
-def test_a_small_cache_with_preemption_gives_the_reference_tokens(folder: Path) -> None:
-    """Chunks, prefix hits, preemption and swapping, two steps in flight; every request's tokens are transformers'."""
+def test_a_small_cache_gives_the_reference_tokens(folder: Path) -> None:
+    """Chunks, prefix hits, preemption and swaps, two steps in flight; every request's tokens are transformers'."""
     reference = load_reference(folder)
-    asked = prompts(40)
+    prefix = list(range(100, 132))
+    asked = [prefix + prompt for prompt in prompts(40)]
     with LLM(
         str(folder), device="cuda", num_gpu_blocks_override=40, block_size=16, swap_space_gib=0.01, **SETTINGS
     ) as llm:
         outputs = llm.generate(asked, GREEDY, use_tqdm=False)
+        (stats,) = llm.step_stats()
     for prompt, output in zip(asked, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert len(tokens) == 24
         assert_greedy(reference, prompt, tokens)
+    happened = {name: stats[name] for name in ("preemptions", "swapped_tokens", "cache_hits")}
+    assert all(happened.values()), happened
 
 
 def test_cpu_and_gpu_engines_draw_the_same_samples(folder: Path) -> None:
@@ -42,6 +49,36 @@ def test_cpu_and_gpu_engines_draw_the_same_samples(folder: Path) -> None:
             outputs = llm.generate(prompts(12), params, use_tqdm=False)
         drawn.append([tuple(output.outputs[0].token_ids) for output in outputs])
     assert sum(a == b for a, b in zip(*drawn, strict=True)) >= 11  # rounding may decide one near tie
+
+
+def test_a_step_out_of_memory_costs_no_request(tmp_path: Path) -> None:
+    """The allocator may give half of what the first step takes: it is computed again, in smaller steps."""
+    wide = 1 << 15
+    folder = save_model(tmp_path / "wide", make_config("Llama", intermediate_size=wide))
+    settings = {"block_size": 16, "num_gpu_blocks_override": 300, "enable_prefix_caching": False}
+    engine = Engine(folder, device="cuda", dtype="float32", **settings)
+    asked = [[*range(i, i + 60)] for i in range(32)]
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=8, ignore_eos=True)
+    want = engine.generate(asked, params)
+    launch, failed = engine.runner.launch, []
+
+    def noting(plan: StepPlan) -> PendingStep:
+        try:
+            return launch(plan)
+        except OutOfMemory:
+            failed.append(plan.num_tokens)
+            raise
+
+    engine.runner.launch = noting  # type: ignore[method-assign]
+    torch.cuda.empty_cache()
+    room = sum(len(prompt) for prompt in asked) * 3 * wide * 4 * 2 // 3  # of gate | up and their product, in float32
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+    try:
+        assert engine.generate(asked, params) == want
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert failed == [60 * 32]
 
 
 def test_visible_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

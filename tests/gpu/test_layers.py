@@ -1,4 +1,4 @@
-"""Small kernels on a GPU at the sizes of real models, in every dtype, against float64 twins; and the ops' dispatch."""
+"""Small kernels on a GPU at the sizes of real models, in every dtype, against float64 twins."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from wavecore.kernels import ops, reference
-from wavecore.kernels.check import compare
-from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages, rope_table
+from wavecore.kernels.examples import make_batch, make_pages, rope_table
 
-ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+ERROR = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+"""Largest error of a vector, relative to its norm: in 16 bits eps, twice what rounding the result once can cost."""
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Vector by vector along the last dimension, so that no single token or key hides in a norm over all."""
     assert got.dtype == dtype
-    error = float((got.double() - want).norm() / want.norm())
-    assert error < ERROR[dtype], error
+    norm = want.norm(dim=-1)
+    error = (got.double() - want).norm(dim=-1) / norm.where(norm > 0, 1.0)
+    assert float(error.max()) < ERROR[dtype], error.max()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", list(ops.KERNEL_FILES))
-def test_example(name: str, dtype: torch.dtype) -> None:
-    like = torch.empty(0, dtype=dtype, device="cuda")
-    assert compare(name, getattr(ops, name), EXAMPLES[name](like)) is None
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,10 +62,22 @@ def test_norm_rope_write(heads: int, kv_heads: int, dim: int, rot: int, with_nor
     norms: Any = torch.randn(2, dim, device="cuda").to(dtype) if with_norm else (None, None)
     pages = make_pages(num_pages, 2, kv_heads, 64, dim, qkv)
     table = rope_table(2048, rot, "cuda", 500_000.0)
-    want_pages = pages.double()
+    before, want_pages = pages.clone(), pages.double()
     wide: Any = norms.double() if with_norm else norms
     want = reference.qk_norm_rope_kv_write(qkv.double(), *wide, 1e-6, table, batch, want_pages, 1, heads, kv_heads)
     q = ops.qk_norm_rope_kv_write(qkv, *norms, 1e-6, table, batch, pages, 1, heads, kv_heads)
     close(q, want, dtype)
     close(pages, want_pages, dtype)
+    assert torch.equal(pages[:, 0], before[:, 0])
     assert not pages[0].any()
+
+
+def test_many_copies() -> None:
+    count = 70_000
+    pages = torch.randn(2 * count + 1, 1, 2, 1, 2, 8, device="cuda")
+    order = torch.randperm(2 * count, device="cuda") + 1
+    pairs = torch.stack((order[:count], order[count:]), 1)
+    want = pages.clone()
+    reference.copy_blocks(want, pairs)
+    ops.copy_blocks(pages, pairs)
+    assert torch.equal(pages, want)

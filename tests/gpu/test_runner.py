@@ -1,4 +1,4 @@
-"""The runner on CUDA: every family equal to transformers, every sampling option equal to the CPU's tokens."""
+"""The runner on CUDA in float32: the tokens of transformers, for every family and shape of head."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from tests.models.checkpoints import assert_greedy, load_reference, make_config, save_model
-from tests.models.driver import Driver, Sequence_, load
+from tests.models.driver import Driver, load
 from tests.models.test_equality_families import CASES, make, prompts
 
 from wavecore.engine_core.model_files import resolve_model
-from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.transport.errors import ModelError
 
 LLAMA_SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
+    "head_dim 8": {"head_dim": 8},
     "head_dim 96": {"head_dim": 96},
     "head_dim 128, group 8": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1},
     "head_dim 256": {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 2},
@@ -53,64 +53,10 @@ def test_shapes_equal_to_transformers(tmp_path: Path, shape: str) -> None:
     check_greedy(save_model(tmp_path / "model", make_config("Llama", **LLAMA_SHAPES[shape])), shape)
 
 
-def test_memory_is_measured_when_no_number_of_blocks_is_given(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", make_config("Llama"))
-    runner = load(
-        folder,
-        device="cuda:0",
-        dtype="bfloat16",
-        block_size=16,
-        num_gpu_blocks_override=None,
-        gpu_memory_utilization=0.5,
-    )
-    rows = 32 * -(-256 // 16) + 1  # all slots full, and the null block
-    assert runner.info.num_blocks == rows
-    assert runner.info.device == "cuda:0" and runner.info.dtype == "bfloat16"
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_k": 5},
-    {"temperature": 1.0, "top_p": 0.8},
-    {"temperature": 1.0, "min_p": 0.1},
-    {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
-    {"temperature": 0.0, "repetition_penalty": 1.3},
-    {"temperature": 1.0, "logit_bias": {3: 10.0, 5: -100.0}},
-    {"temperature": 1.0, "allowed_token_ids": [1, 2, 3, 90]},
-    {"temperature": 0.0, "bad_words_token_ids": [[7], [1, 2]]},
-    {"temperature": 1.0, "min_tokens": 5, "stop_token_ids": [1, 2, 3]},
-    {"temperature": 1.0, "logprobs": 4},
-    {"temperature": 0.0, "prompt_logprobs": 2},
-]
-
-
-def sampled(folder: Path, device: str) -> list[Sequence_]:
-    driver = Driver(load(folder, device=device, dtype="float32", block_size=16))
-    asked = prompts(len(OPTIONS))
-    sequences = [
-        driver.add(prompt, 16, i, SamplingParams(seed=11 * i, max_tokens=16, **options))
-        for i, (prompt, options) in enumerate(zip(asked, OPTIONS, strict=True))
-    ]
-    driver.run(sequences, chunk=16)
-    return sequences
-
-
-def test_sampling_options_draw_the_tokens_of_the_cpu(tmp_path: Path) -> None:
-    """The same noise on the same logits up to rounding, so the same tokens but for near ties."""
-    folder = save_model(tmp_path / "model", make_config("Llama"), scale=0.1)
-    on_cpu, on_gpu = sampled(folder, "cpu"), sampled(folder, "cuda")
-    differing = [
-        options for options, want, got in zip(OPTIONS, on_cpu, on_gpu, strict=True) if want.output != got.output
-    ]
-    assert len(differing) <= 1, differing
-    for want, got in zip(on_cpu, on_gpu, strict=True):
-        for left, right in zip(want.prompt_logprobs, got.prompt_logprobs, strict=True):
-            assert (left.token_ids == right.token_ids).all()
-            torch.testing.assert_close(
-                torch.from_numpy(right.logprobs), torch.from_numpy(left.logprobs), atol=1e-3, rtol=0
-            )
+def test_a_head_that_no_kernel_holds_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", make_config("Llama", head_dim=512, num_hidden_layers=1))
+    with pytest.raises(ModelError, match=r"head_dim 512 .* up to 256"):
+        load(folder, device="cuda", dtype="bfloat16")
 
 
 def test_two_launches_in_flight(tmp_path: Path) -> None:

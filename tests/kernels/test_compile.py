@@ -1,21 +1,41 @@
-"""Every kernel compiles for the GPU that it is meant for, also where there is none."""
+"""Every kernel compiles for the GPU that it is meant for, also where there is none, and none after the start."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(program: str, cache: Path, *args: str) -> str:
+    """A program of this folder, with an empty cache of kernels and without Triton's interpreter; its output."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, Path(__file__).with_name(program), *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def launched() -> set[str]:
+    """Names of all kernels that the package launches."""
+    launch = re.compile(r"^ +(_\w+)\[.*?\]\(", re.MULTILINE)  # a line that begins with kernel[grid](...)
+    return {name for file in (ROOT / "kernels").glob("*.py") for name in launch.findall(file.read_text())}
+
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    root = Path(__file__).parent.parent.parent
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root / "src")}
-    program = Path(__file__).with_name("compile_for_hopper.py")
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    launched = re.compile(r"^ +(_\w+)\[.*?\]\(", re.MULTILINE)  # a line that begins with kernel[grid](...)
-    expected = {name for file in (root / "kernels").glob("*.py") for name in launched.findall(file.read_text())}
-    assert set(done.stdout.split()) == expected and len(expected) > 10
+    compiled = set(run("compile_for_hopper.py", tmp_path).split())
+    assert compiled == launched() and len(compiled) > 10
+
+
+def test_no_request_compiles_a_kernel(tmp_path: Path) -> None:
+    """The warm-up did, whatever a request asks for: a compilation in a step costs all requests seconds."""
+    compiled = json.loads(run("start_for_hopper.py", tmp_path / "cache", str(tmp_path / "model")))
+    assert set(compiled.pop("warm-up")) == launched()
+    assert not any(compiled.values()), {kind: names for kind, names in compiled.items() if names}
+    assert len(compiled) > 30

@@ -13,6 +13,8 @@ from wavecore.kernels import ops, reference
 from wavecore.kernels.check import compare
 from wavecore.kernels.examples import EXAMPLES
 
+CPU = torch.empty(0)
+
 
 @pytest.fixture(autouse=True)
 def _restore() -> Iterator[None]:
@@ -36,7 +38,7 @@ def test_register(name: str) -> None:
         calls.append(name)
         return twin(*args)
 
-    ops.register_op(name, counting)
+    ops.register_op(name, counting, CPU)
     calls.clear()
     getattr(ops, name)(*EXAMPLES[name](torch.empty(0)))
     assert calls == [name]
@@ -73,7 +75,7 @@ def broken(gate_up: Tensor) -> Tensor:
 )
 def test_a_function_that_differs_is_refused(fn: Callable[..., Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ops.register_op("silu_mul", fn)
+        ops.register_op("silu_mul", fn, CPU)
     args = EXAMPLES["silu_mul"](torch.empty(0))
     torch.testing.assert_close(ops.silu_mul(*args), reference.silu_mul(*args))
 
@@ -84,9 +86,22 @@ def test_a_change_of_arguments_that_the_twin_does_not_make_is_refused() -> None:
         pages[0] = 1
 
     with pytest.raises(ValueError, match=r"result\[1\] differs"):
-        ops.register_op("copy_blocks", greedy_copy)
+        ops.register_op("copy_blocks", greedy_copy, CPU)
+
+
+def test_a_function_is_judged_in_the_dtype_that_it_will_be_used_in() -> None:
+    """What is right in float32 may be wrong in bfloat16."""
+
+    def careless(gate_up: Tensor) -> Tensor:
+        if gate_up.dtype == torch.bfloat16:
+            return reference.gelu_tanh_mul(gate_up)
+        return reference.silu_mul(gate_up)
+
+    ops.register_op("silu_mul", careless, CPU)
+    with pytest.raises(ValueError, match=r"bfloat16 on cpu: result\[0\] differs"):
+        ops.register_op("silu_mul", careless, torch.empty(0, dtype=torch.bfloat16))
 
 
 def test_unknown_name() -> None:
     with pytest.raises(ValueError, match="the names are prepare_batch"):
-        ops.register_op("flash", lambda x: x)
+        ops.register_op("flash", lambda x: x, CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from wavecore.kernels import reference
+from wavecore.kernels import ops, reference
 from wavecore.kernels.batch import BatchBuffers
 from wavecore.kernels.check import compare
 from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages, rope_table, step_rows, tables
@@ -23,6 +24,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 def kernel(name: str) -> Callable[..., Any]:
     fn: Callable[..., Any] = getattr(import_module(f"wavecore.kernels.{KERNEL_FILES[name]}"), name)
     return fn
+
+
+@pytest.mark.parametrize("name", list(KERNEL_FILES))
+def test_kernel_twin_and_operation_take_the_same_arguments(name: str) -> None:
+    signature = inspect.signature(getattr(reference, name))
+    assert inspect.signature(kernel(name)) == signature == inspect.signature(getattr(ops, name))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -31,9 +31,9 @@ class Output:
 
 class Engine:
     def __init__(self, model: Any, **settings: Any) -> None:
-        settings = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 4, **settings}
+        settings = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 4, **settings}
         self.runner: Runner = load(model, **settings)
-        self.core = EngineCore(EngineConfig(device="cpu", model=str(model), **settings), self.runner)
+        self.core = EngineCore(EngineConfig(model=str(model), **settings), self.runner)
         self.preempted = 0
         launch = self.runner.launch
 

@@ -14,11 +14,10 @@ from tests.models.checkpoints import make_config, save_model
 from tests.models.driver import Driver, load
 from tests.models.engine import Engine
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.memory import Shares, warm_up
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.engine_core.step_shape import bucket
+from wavecore.engine_core.swap_stream import _runs
 from wavecore.kernels import ops
 from wavecore.transport.errors import ConfigError, ResourceError
 
@@ -142,28 +141,6 @@ def test_padding_never_reaches_the_null_block(folder: Path) -> None:
     assert np.isfinite(engine.runner.pages.numpy()).all()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("limits", [(8, 64, None), (1, 4, None), (4, 4, 8)])
-def test_warm_up_leaves_no_trace(folder: Path, limits: tuple[int, int, int | None]) -> None:
-    """It is for CUDA, where it measures memory and compiles; the plans are the same everywhere."""
-    seqs, tokens, length = limits
-    settings = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_model_len": length}
-    fresh, warmed = Engine(folder, **settings), Engine(folder, **settings)
-    config = EngineConfig(model=str(folder), device="cpu", **settings)
-    warm_up(warmed.runner, config)  # type: ignore[arg-type]
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=4, ignore_eos=True)
-    assert warmed.generate(PROMPTS, params) == fresh.generate(PROMPTS, params)
-
-
-def test_the_memory_table_and_the_way_out() -> None:
-    shares = Shares(total=80 << 30, usable=72 << 30, weights=16 << 30, activations=4 << 30, others=1 << 30)
-    assert shares.kv_cache == 51 << 30
-    table = shares.table(num_blocks=1000, block_bytes=32 << 20, processes="12, 34")
-    rows = [line.split("GiB")[0].strip() for line in table.splitlines()[1:]]
-    assert rows == ["16.00", "4.00", "31.25", "1.00", "27.75", "80.00"]
-    assert "processes 12, 34" in table
-    assert Shares(total=8, usable=6, weights=7, activations=1, others=0).kv_cache == 0
-
-
 def test_padded_steps_give_the_same_tokens(folder: Path, expected: list[list[int]]) -> None:
     """Buckets are for CUDA; here a CPU runs them, with chunks, preemption and logprobs."""
     engine = Engine(folder, max_num_batched_tokens=19, max_num_seqs=11, num_gpu_blocks_override=30)
@@ -179,3 +156,9 @@ def test_buckets_are_few_and_close() -> None:
     assert len(sizes) < 90
     assert all(n <= bucket(n, 2048) <= n + max(0, n // 8) for n in range(1, 2049))
     assert bucket(250, 251) == 251
+
+
+def test_neighbours_swap_in_one_copy() -> None:
+    pairs = np.array([(3, 0), (4, 1), (5, 2), (7, 3), (8, 9), (2, 10)], np.int32)
+    assert list(_runs(pairs)) == [(3, 0, 3), (7, 3, 1), (8, 9, 1), (2, 10, 1)]
+    assert list(_runs(pairs[:0])) == []

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from wavecore.engine_core.plan import Admission
-from wavecore.engine_core.sampler import SamplingState
+from wavecore.engine_core.sampler import COLUMN_SIZE, SamplingState
 from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.uploads import Uploads
 from wavecore.kernels import ops
 
 VOCAB, DRAWS = 50, 50_000
@@ -64,14 +65,17 @@ def exact(logits: np.ndarray[Any, Any], options: dict[str, Any]) -> np.ndarray[A
 def test_draws_follow_the_exact_distribution(names: tuple[str, ...]) -> None:
     options = {k: v for name in names for k, v in ALONE[name].items()}
     logits = np.random.default_rng(1).normal(0, 1.5, VOCAB).astype(np.float32)
-    state = SamplingState(torch.zeros((1, 1), dtype=torch.int32), VOCAB, ())
-    ids = np.array(PROMPT + OUTPUT, np.int32)
+    ids = torch.tensor([PROMPT + OUTPUT], dtype=torch.int32)
+    columns = torch.zeros(COLUMN_SIZE, dtype=torch.int32)
+    state = SamplingState(ids, VOCAB, (), columns, Uploads(torch.device("cpu")))
     counted = []
     for chunk in range(5):  # a new admission a chunk: `sample` counts what it draws, which must not feed back
-        state.admit((Admission(0, ids, len(PROMPT), SamplingParams(seed=7, **options)),))
+        admission = Admission(0, ids[0].numpy(), len(PROMPT), SamplingParams(seed=7, **options))
+        truncates, edits = state.admit(admission)
+        state.count(admission)
         draws = DRAWS // 5
         positions = torch.arange(draws, dtype=torch.int32) + 10 + chunk * draws
-        rows = state.rows(torch.zeros(draws, dtype=torch.int32), positions, np.zeros(1, np.int32))
+        rows = state.rows(torch.zeros(draws, dtype=torch.int32), positions, truncates=truncates, edits=edits)
         tokens, faults = ops.sample(torch.from_numpy(np.tile(logits, (draws, 1))), rows)
         assert not faults.any()
         counted.append(np.bincount(tokens.numpy(), minlength=VOCAB))

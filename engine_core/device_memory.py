@@ -1,0 +1,65 @@
+"""What a device has free, and who holds the rest."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import psutil
+import torch
+
+from wavecore.engine_core.model_spec import ModelSpec
+from wavecore.engine_core.shares import GIB
+from wavecore.transport.errors import ResourceError
+
+
+def check_weights(spec: ModelSpec, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a model whose weights cannot fit, before any of them is read.
+
+    Raises:
+        ResourceError: with the bytes that they take and the bytes that are free.
+    """
+    need = weight_bytes(spec, dtype)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available, memory.total
+    if need <= free:
+        return
+    holders = f" (others: processes {processes(device)})" if device.type == "cuda" else ""
+    raise ResourceError(
+        f"the weights of {path} take {gib(need)} as {str(dtype).removeprefix('torch.')}, and of {device}'s "
+        f"{gib(total)} only {gib(free)} are free{holders}; take a smaller dtype or model, or another device"
+    )
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    return sum(math.prod(shape) for shape in spec.shapes().values()) * dtype.itemsize
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.3g} GiB"
+
+
+def processes(device: torch.device) -> str:
+    """Other processes on the device and what they hold, as nvidia-smi tells, for messages only."""
+    uuid = torch.cuda.get_device_properties(device).uuid  # the only name of a device that CUDA_VISIBLE_DEVICES keeps
+    command = ["nvidia-smi", "-i", f"GPU-{uuid}", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "(unknown)"
+    return listed(done.stdout, os.getpid())
+
+
+def listed(output: str, own: int) -> str:
+    """nvidia-smi's lines of "pid, memory" in words, without this process; in a container its pids may be the host's."""
+    holders = dict(line.split(", ", 1) for line in output.strip().splitlines() if ", " in line)
+    if not holders:
+        return "(none listed)"
+    inside = holders.pop(str(own), None) is not None
+    words = ", ".join(f"{pid} ({size})" for pid, size in holders.items()) or "(none)"
+    return words if inside else f"{words}, this one among them by its pid outside of the container"

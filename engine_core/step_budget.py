@@ -1,0 +1,51 @@
+"""How many tokens a step may hold: as many as configured, fewer after one ran out of memory, and slowly back again."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 64  # steps that must fit before twice as many tokens are tried
+MOST_PATIENCE = 1024
+
+
+class StepBudget:
+    """The token budget of a step.
+
+    Attributes:
+        most: the setting, max_num_batched_tokens.
+        tokens: what holds now, from 1 to `most`.
+        failures: steps that ran out of memory lately; 0 again once steps of `most` tokens were allowed for long.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tokens = most
+        self.failures = 0
+        self._patience = PATIENCE
+        self._fitted = 0  # steps since the last change
+
+    def shrink(self, failed: int) -> None:
+        """A step of `failed` tokens ran out of memory: plan steps of half the size. If that happens again soon, larger
+        ones are tried later."""
+        if self.failures:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self.failures += 1
+        self.tokens = max(min(self.tokens, failed) // 2, 1)
+        self._fitted = 0
+        logger.warning("steps are cut to %d tokens for now: one of %d ran out of memory", self.tokens, failed)
+
+    def step_fitted(self) -> None:
+        """A step came back. Who held the memory may have let it go, so after many of them larger ones are tried."""
+        if not self.failures:
+            return
+        self._fitted += 1
+        if self._fitted < self._patience:
+            return
+        self._fitted = 0
+        if self.tokens < self.most:
+            self.tokens = min(2 * self.tokens, self.most)
+            logger.info("steps may have %d tokens again", self.tokens)
+        else:
+            self.failures, self._patience = 0, PATIENCE

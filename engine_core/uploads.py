@@ -1,0 +1,79 @@
+"""Arrays of any size to the device, for what a step brings rarely: prompts, lists of options, prompt embeddings.
+
+On CUDA they go through a ring of pinned pieces of fixed size, on a stream of their own that never waits for a step. So
+the host never does either: a piece is filled again once its copy is done, and the bus is faster than the host fills.
+That is safe as an array is written only where no step in flight reads: a slot is admitted when the last step that
+touches it came back, and temporaries are the stream's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+PIECE = 1 << 18  # bytes
+PIECES = 16
+
+
+class Uploads:
+    """The ring of one device. Pieces are shared by small arrays, and large arrays take several."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        self._turn = self._used = 0  # the piece being filled, and how far
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._pieces = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(PIECES)]
+            self._copied = [torch.cuda.Event() for _ in self._pieces]  # type: ignore[no-untyped-call]
+
+    def write(self, target: Tensor, values: npt.NDArray[Any]) -> None:
+        """Queue the copy of the values to a contiguous tensor of as many bytes, which no step in flight reads."""
+        source = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        goal = target.view(-1).view(torch.uint8)
+        assert len(source) == len(goal)
+        if self.stream is None:
+            goal.numpy()[:] = source
+            return
+        with torch.cuda.stream(self.stream):
+            done = 0
+            while done < len(source):
+                if self._used == PIECE:
+                    self._close_piece()
+                if self._used == 0:
+                    self._copied[self._turn].synchronize()
+                size = min(PIECE - self._used, len(source) - done)
+                part = self._pieces[self._turn][self._used : self._used + size]
+                part.numpy()[:] = source[done : done + size]
+                goal[done : done + size].copy_(part, non_blocking=True)
+                self._used += size
+                done += size
+
+    def join(self) -> None:
+        """Let the current stream run on behind everything written so far; the host does not wait."""
+        if self._used:
+            self._close_piece().wait()
+
+    def new(self, values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+        """The values in a tensor of their shape, for what the current stream does next."""
+        if self.stream is None:
+            target = torch.empty(values.shape, dtype=dtype)
+            self.write(target, values)
+            return target
+        with torch.cuda.stream(self.stream):
+            target = torch.empty(values.shape, dtype=dtype, device=self.device)
+        self.write(target, values)
+        self.join()
+        target.record_stream(torch.cuda.current_stream(self.device))
+        return target
+
+    def _close_piece(self) -> torch.cuda.Event:
+        """The event behind the copies of the piece that was being filled; the next one is begun."""
+        event = self._copied[self._turn]
+        event.record(self.stream)
+        self._turn, self._used = (self._turn + 1) % PIECES, 0
+        return event

@@ -1,0 +1,42 @@
+"""A small runner on CUDA, prompts, and plans to run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.models.checkpoints import VOCAB
+from tests.models.driver import load
+
+from wavecore.engine_core.plan import StepPlan, StepResult
+
+
+def make(folder: Path, **settings: Any) -> Any:
+    return load(folder, device="cuda", dtype="float32", block_size=16, **settings)
+
+
+def prompt(i: int, length: int) -> list[int]:
+    return np.random.default_rng(i).integers(0, VOCAB, length).tolist()
+
+
+@contextmanager
+def recorded(runner: Any) -> Iterator[list[tuple[StepPlan, StepResult]]]:
+    """Every plan that is run meanwhile, and its result."""
+    steps: list[tuple[StepPlan, StepResult]] = []
+    launch = runner.launch
+
+    class Recording:
+        def __init__(self, plan: StepPlan) -> None:
+            self.plan, self.pending = plan, launch(plan)
+
+        def wait(self) -> StepResult:
+            steps.append((self.plan, self.pending.wait()))
+            return steps[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "launch", Recording)
+        yield steps

@@ -1,0 +1,148 @@
+"""Every kernel in every dtype on small shapes at their edges: what compute-sanitizer watches (see CONTRIBUTING.md).
+
+The twins compute on the CPU, so that nearly all that runs on the GPU is ours. Each tensor is moved there alone: without
+the caching allocator an access behind its end is outside of any allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.attention_case import compare as compare_attention
+from tests.kernels.attention_case import inputs, poisoned
+from tests.kernels.test_compile import launched as kernels
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from wavecore.kernels import ops
+from wavecore.kernels.batch import BatchBuffers
+from wavecore.kernels.check import compare
+from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages, rope_table, sampling_rows, step_rows, tables
+
+pytestmark = pytest.mark.timeout(600)  # compute-sanitizer slows it by an order of magnitude
+
+Args = tuple[Any, ...]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def norm(like: Tensor) -> Args:
+    return torch.randn(5, 577).to(like), torch.randn(5, 577).to(like), torch.randn(577).to(like), 1e-6
+
+
+def gated(like: Tensor) -> Args:
+    return (torch.randn(3, 2 * 1025).to(like),)
+
+
+def rope(like: Tensor) -> Args:
+    """Heads that do not fill the last program, a part of each rotated, rows that end at borders of pages."""
+    batch, num_pages = make_batch([1, 1, 1, 64, 5], [63, 64, 65, 64, 129], 64, pad_rows=1, pad_tokens=1)
+    qkv = torch.randn(len(batch.token_ids), 7 * 96).to(like)
+    norms = torch.randn(2, 96).to(like)
+    return qkv, *norms, 1e-6, rope_table(130, 48, "cpu"), batch, make_pages(num_pages, 2, 1, 64, 96, like), 1, 5, 1
+
+
+def preparation(like: Tensor) -> Args:
+    lengths = [1] * 300, [*range(1, 301)]
+    token_table, block_table, _ = tables(lengths[1], 16, "cpu")
+    rows = step_rows(*lengths, "cpu", pad_rows=3, pad_tokens=3)
+    return rows, token_table, block_table, 16, BatchBuffers.allocate(303, 303, 20, "cpu")
+
+
+def flat_sampling(like: Tensor) -> Args:
+    """A nucleus of thousands, which candidates cannot hold, and words that have just begun."""
+    n, vocab = 3, 5003
+    rows = sampling_rows(
+        n,
+        vocab,
+        "cpu",
+        temperature=torch.full((n,), 1.0),
+        top_p=torch.full((n,), 0.9),
+        word_range=torch.tensor([[0, 1], [0, 2], [2, 2]], dtype=torch.int32),
+        word_start=torch.tensor([0, 3, 4], dtype=torch.int32),
+        word_tokens=torch.tensor([1, 2, vocab - 1, 7], dtype=torch.int32),
+    )
+    rows.token_ids[:, 2:4] = torch.tensor([1, 2])
+    return (torch.randn(n, vocab) * 0.2).to(like), rows
+
+
+def copies(like: Tensor) -> Args:
+    return torch.randn(5, 2, 2, 3, 16, 67).to(like), torch.tensor([[4, 0], [1, 3]])
+
+
+CASES: list[tuple[str, Callable[[Tensor], Args]]] = [
+    *EXAMPLES.items(),
+    ("add_rms_norm", norm),
+    ("silu_mul", gated),
+    ("gelu_tanh_mul", gated),
+    ("qk_norm_rope_kv_write", rope),
+    ("prepare_batch", preparation),
+    ("sample", flat_sampling),
+    ("copy_blocks", copies),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = set()
+    run = JITFunction.run
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        launched.add(self.__name__)
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", noted)
+    torch.manual_seed(33)
+    like = torch.empty(0, dtype=dtype)
+    for name, make in CASES:
+        assert compare(name, on_gpu(name), make(like)) is None, (name, make.__name__)
+    edges = [0, 1, 15, 16, 17, 70]
+    attention([1] * 6, edges, (64, 2, 4), dtype, 16)
+    attention([1] * 6 + [15, 16, 17, 3], [*edges, 15, 16, 17, 35], (64, 2, 4), dtype, 16)
+    attention([1, 1, 1, 63, 65, 7], [63, 64, 129, 63, 65, 128], (256, 1, 5), dtype, 64)
+    assert launched == kernels()
+
+
+def attention(
+    query_lens: list[int], seq_lens: list[int], shape: tuple[int, int, int], dtype: torch.dtype, page: int
+) -> None:
+    q, pages, batch = inputs(query_lens, seq_lens, shape, dtype, page, "cpu")
+    there = moved((q, poisoned(pages, 1, batch), 1, batch, shape[0] ** -0.5), "cuda")
+    compare_attention(ops.paged_attention(*there).cpu(), q, pages, batch)
+
+
+def on_gpu(name: str) -> Callable[..., Any]:
+    """The operation on copies of its arguments, whose changes are brought back."""
+
+    def run(*args: Any) -> Any:
+        there = moved(args, "cuda")
+        result = moved(getattr(ops, name)(*there), "cpu")
+        for host, device in zip(tensors(args), tensors(there), strict=True):
+            host.copy_(device)
+        return result
+
+    return run
+
+
+def moved(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(moved(part, device) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f.name: moved(getattr(value, f.name), device) for f in fields(value)})
+    return value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from tensors(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for f in fields(value):
+            yield from tensors(getattr(value, f.name))

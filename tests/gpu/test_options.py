@@ -1,0 +1,144 @@
+"""Every sampling option on CUDA: it draws the tokens of the CPU, and it is seen to act.
+
+Eight prompts by three seeds for each option, over a vocabulary of real size. What an option bans or allows is chosen
+from the tokens that the row says without it. The noise is the same on both devices and logits differ by rounding, so
+that tokens differ in near ties only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.models.checkpoints import make_config, save_model
+from tests.models.driver import Driver, Sequence_, load
+from tests.models.test_equality_families import prompts
+
+from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.kernels import ops, reference
+from wavecore.kernels.sampling_rows import SamplingRows
+
+VOCAB, TOKENS, SEEDS = 151_936, 8, 3
+ASKED = [prompt for prompt in prompts(8) for _ in range(SEEDS)]
+FEW = range(50, 62)  # so few that tokens repeat, and penalties show
+BASES: dict[str, dict[str, Any]] = {
+    "sampled": {"temperature": 1.0},
+    "greedy": {"temperature": 0.0},
+    "few": {"temperature": 1.0, "allowed_token_ids": FEW},
+}
+Change = Callable[[list[int]], dict[str, Any]]
+"""Of the tokens that a row says without it."""
+OPTIONS: dict[str, tuple[str, Change]] = {
+    "temperature": ("sampled", lambda _: {"temperature": 0.5}),
+    "greedy": ("sampled", lambda _: {"temperature": 0.0}),
+    "top_k": ("sampled", lambda _: {"top_k": 5}),
+    "top_p": ("sampled", lambda _: {"top_p": 0.5}),
+    "min_p": ("sampled", lambda _: {"min_p": 0.3}),
+    "all truncations": ("sampled", lambda _: {"temperature": 1.5, "top_k": 200, "top_p": 0.9, "min_p": 0.02}),
+    "presence_penalty": ("few", lambda _: {"presence_penalty": 2.0}),
+    "frequency_penalty": ("few", lambda _: {"frequency_penalty": 1.5}),
+    "repetition_penalty": ("few", lambda _: {"repetition_penalty": 1.8}),
+    "penalties, top_k 1": ("few", lambda _: {"presence_penalty": 1.1, "repetition_penalty": 1.3, "top_k": 1}),
+    "logit_bias": ("sampled", lambda said: {"logit_bias": {said[0]: -100.0, said[3]: -100.0, 7: 9.0}}),
+    "allowed_token_ids": ("sampled", lambda said: {"allowed_token_ids": said[1::2]}),
+    "allowed, top_p": ("few", lambda _: {"top_p": 0.4}),
+    "a bad word": ("greedy", lambda said: {"bad_words_token_ids": ((said[0],),)}),
+    "bad words of two": (
+        "sampled",
+        lambda said: {"bad_words_token_ids": (tuple(said[:2]), tuple(said[4:6]), (1, 2, 3))},
+    ),
+    "min_tokens": ("sampled", lambda said: {"min_tokens": 6, "stop_token_ids": (said[0], said[2], said[5])}),
+}
+
+
+@pytest.fixture(scope="module")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Driver]:
+    config = make_config("Llama", vocab_size=VOCAB, num_hidden_layers=2)
+    folder: Path = save_model(tmp_path_factory.mktemp("options") / "model", config, scale=0.4)
+    return {device: Driver(load(folder, device=device, dtype="float32", block_size=16)) for device in ("cpu", "cuda")}
+
+
+@pytest.fixture(scope="module")
+def bases(drivers: dict[str, Driver]) -> Callable[[str], list[Sequence_]]:
+    """What the CPU says with a base alone, computed once."""
+    known: dict[str, list[Sequence_]] = {}
+
+    def base(name: str) -> list[Sequence_]:
+        if name not in known:
+            known[name] = run(drivers["cpu"], [params(BASES[name], row) for row in range(len(ASKED))])
+        return known[name]
+
+    return base
+
+
+def params(options: dict[str, Any], row: int) -> SamplingParams:
+    return SamplingParams(**{"seed": row % SEEDS, "max_tokens": TOKENS, "logprobs": 2, **options})
+
+
+def run(driver: Driver, asked: list[SamplingParams]) -> list[Sequence_]:
+    driver.next_block = 1
+    sequences = [driver.add(ASKED[slot], TOKENS, slot, p) for slot, p in enumerate(asked)]
+    driver.run(sequences, chunk=64)
+    assert not any(sequence.fault for sequence in sequences)
+    return sequences
+
+
+def agreement(want: list[Sequence_], got: list[Sequence_]) -> float:
+    return float(np.mean(np.array([s.output for s in want]) == np.array([s.output for s in got])))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_acts_and_draws_the_tokens_of_the_cpu(
+    drivers: dict[str, Driver], bases: Callable[[str], list[Sequence_]], name: str
+) -> None:
+    base, change = OPTIONS[name]
+    plain = bases(base)
+    asked = [params(BASES[base] | change(plain[row].output), row) for row in range(len(ASKED))]
+    want, got = run(drivers["cpu"], asked), run(drivers["cuda"], asked)
+    acted = sum(a.output != b.output for a, b in zip(plain, want, strict=True))
+    assert acted >= len(ASKED) // 2, acted
+    assert agreement(want, got) >= 0.95
+    for left, right in zip(want, got, strict=True):
+        same_logprobs(left, right)
+
+
+def same_logprobs(left: Sequence_, right: Sequence_) -> None:
+    """Of the tokens that both have seen the same past of."""
+    for i, (a, b) in enumerate(zip(left.logprobs, right.logprobs, strict=True)):
+        if left.output[i] != right.output[i]:
+            return
+        np.testing.assert_allclose(b.logprobs, a.logprobs, atol=1e-3)
+        assert a.token_ids[0, 0] == b.token_ids[0, 0] == left.output[i]
+        assert abs(int(a.ranks[0]) - int(b.ranks[0])) <= 1 + int(a.ranks[0]) // 1000
+
+
+def test_bfloat16_rows_of_all_options_draw_the_twins_tokens(
+    drivers: dict[str, Driver], bases: Callable[[str], list[Sequence_]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 the CPU's logits are others, so the twin draws from the GPU's, step by step."""
+    model = drivers["cuda"].runner.info.model_path
+    driver = Driver(load(model, device="cuda", dtype="bfloat16", block_size=16))
+    kinds = list(OPTIONS.values())
+    asked = []
+    for row in range(len(ASKED)):
+        base, change = kinds[row % len(kinds)]
+        asked.append(params(BASES[base] | change(bases(base)[row].output), row))
+    shares: list[float] = []
+
+    def both(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+        assert logits.dtype == torch.bfloat16
+        want, faults = reference.sample(logits.clone(), copy.deepcopy(rows))
+        got = ops_sample(logits, rows)
+        assert torch.equal(got[1], faults) and not faults.any()
+        shares.append(float((got[0] == want).float().mean()))
+        return got
+
+    ops_sample = ops.sample
+    monkeypatch.setattr(ops, "sample", both)
+    run(driver, asked)
+    assert len(shares) >= TOKENS and np.mean(shares) > 0.98, shares

@@ -1,0 +1,41 @@
+"""A program, not a test: what the compiler makes of kernels for the smallest GPU that is served.
+
+That is compute capability 8.9 (8.6 is alike) with 99 KiB of shared memory a program. Prints JSON: `shared`, bytes of
+shared memory by attention kernel and shape, and `loose`, by sampling kernel how many operations are fused multiply-adds
+or could become one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import torch
+from tests.kernels.compile_only import compile_only
+
+from wavecore.kernels import attention_shapes
+from wavecore.kernels.attention import paged_attention
+from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages
+from wavecore.kernels.sampling import sample
+
+LOOSE = re.compile(r"\b(?:fma\.rn|mul|add|sub)\.f32")  # with .rn the last three are never fused
+
+
+def main() -> None:
+    launched = compile_only(89)
+    attention_shapes.shared_memory = lambda _device: 99 << 10
+    shared = {}
+    for dim, dtype in ((256, torch.bfloat16), (256, torch.float32)):
+        batch, num_pages = make_batch([1, 5], [70, 40], 16)
+        q = torch.zeros(6, attention_shapes.MAX_GROUP, dim, dtype=dtype)
+        paged_attention(q, make_pages(num_pages, 1, 1, 16, dim, q), 0, batch, 0.1)
+        shared |= {f"{name} {dim} {dtype}": kernel.metadata.shared for name, kernel in launched}
+        launched.clear()
+    sample(*EXAMPLES["sample"](torch.empty(0, dtype=torch.bfloat16)))
+    loose = {name: len(LOOSE.findall(kernel.asm["ptx"])) for name, kernel in launched}
+    json.dump({"shared": shared, "loose": loose}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

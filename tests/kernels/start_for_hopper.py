@@ -1,0 +1,49 @@
+"""A program, not a test: an engine's warm-up and then every kind of request, with kernels that are only compiled.
+
+The runner is one of a CPU that takes the kernels of a GPU. Nothing is computed: tokens are zeros. Prints JSON: the
+kernels compiled by the warm-up, and by each kind of request after it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from tests.kernels.compile_only import compile_only
+from tests.models.checkpoints import make_config, save_model
+from tests.models.driver import load
+from tests.models.every_request import every_request
+
+from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.warm_up import warm_up
+from wavecore.kernels import ops
+
+ROWS, TOKENS = 40, 2304
+
+
+def main(folder: Path) -> None:
+    model = save_model(folder, make_config("Llama", head_dim=128, max_position_embeddings=2400))
+    limits: dict[str, Any] = {"max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS}
+    runner: Any = load(model, dtype="bfloat16", block_size=16, **limits)
+    compile_only(90)
+    compiled: list[str] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda *_args, **details: compiled.append(details["fn"].name)
+    ops._pick = lambda name, _tensor: getattr(import_module(f"wavecore.kernels.{ops.KERNEL_FILES[name]}"), name)
+    torch.empty = torch.zeros  # type: ignore[assignment]
+    runner.bucket_limits = (TOKENS, ROWS)
+    warm_up(runner, EngineConfig(model=str(model), device="cpu", **limits))
+    found = {"warm-up": [name.rsplit(".", 1)[-1] for name in compiled]}
+    for kind, run in every_request(runner, ROWS, TOKENS):
+        compiled.clear()
+        run()
+        found[kind] = list(compiled)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

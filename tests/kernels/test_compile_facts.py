@@ -1,0 +1,18 @@
+"""What kernels need of a GPU, and how they round, as the compiler sees it on a machine without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.kernels.test_compile import run
+
+
+def test_attention_fits_and_sampling_rounds_alike(tmp_path: Path) -> None:
+    """The largest blocks fit the shared memory of consumer GPUs. Every kernel of sampling computes penalised logits
+    anew, so none may fuse a multiplication and an addition."""
+    facts = json.loads(run("compile_facts.py", tmp_path))
+    assert {"_prefill 256 torch.bfloat16", "_decode 256 torch.float32"} < facts["shared"].keys()
+    assert max(facts["shared"].values()) <= 99 << 10, facts["shared"]
+    loose = {name: facts["loose"][name] for name in ("_group_peaks", "_collect", "_search", "_draw")}
+    assert not any(loose.values()), loose

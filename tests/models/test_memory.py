@@ -1,0 +1,359 @@
+"""Sizing the KV cache: shares of a GPU, what is refused and with which way out. No GPU needed: numbers are given."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.models.checkpoints import make_config, save_model
+from tests.models.driver import load
+
+from wavecore.engine_core import device_memory, memory
+from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.plan import OutOfMemory, RunnerInfo
+from wavecore.engine_core.shares import GIB, Shares
+from wavecore.transport.errors import ConfigError, ResourceError, WavecoreError
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("memory") / "model", make_config("Llama"))
+
+
+def gib(total: float, utilization: float, weights: float, activations: float, others: float) -> Shares:
+    sizes = {"total": total, "weights": weights, "activations": activations, "others": others}
+    whole = {name: int(size * GIB) for name, size in sizes.items()}
+    return Shares(utilization=utilization, tables=0, graphs=0, **whole)
+
+
+# --- shares -----------------------------------------------------------------------------------------------------------
+
+shares = st.builds(
+    Shares,
+    total=st.integers(8 * GIB, 200 * GIB),
+    utilization=st.integers(1, 100).map(lambda n: n / 100),
+    weights=st.integers(0, 60 * GIB),
+    tables=st.integers(0, 4 * GIB),
+    activations=st.integers(0, 8 * GIB),
+    graphs=st.integers(0, GIB),
+    others=st.integers(0, 100 * GIB),
+)
+
+
+@given(shares, st.integers(0, 60 * GIB))
+def test_a_suggested_share_fits_and_is_suggested_whenever_one_fits(given_: Shares, need: int) -> None:
+    def room(hundredths: int) -> int:
+        return replace(given_, utilization=hundredths / 100).kv_cache
+
+    fitting = [n for n in range(1, 101) if room(n) >= need]
+    suggested = given_.fitting_utilization(need)
+    if suggested is None:
+        assert not fitting or need == 0
+    else:
+        assert replace(given_, utilization=suggested).kv_cache >= need
+        assert round(100 * suggested) == fitting[0] or need == 0
+
+
+@given(shares)
+def test_no_share_takes_what_others_hold_and_two_shares_do_not_add_up_to_more(given_: Shares) -> None:
+    own = given_.weights + given_.tables + given_.activations + given_.graphs
+    if given_.kv_cache:
+        assert own + given_.kv_cache <= given_.total * given_.utilization
+        assert own + given_.kv_cache + given_.others <= given_.total
+    assert given_.kv_cache >= replace(given_, others=given_.others + GIB).kv_cache
+
+
+def test_two_engines_of_one_gpu_have_a_share_each() -> None:
+    """The second finds the first's memory taken, and its own share whole."""
+    first = gib(139.8, 0.45, 15, 2.3, 0.6)
+    own = 15 + 2.3 + first.kv_cache / GIB
+    assert own == pytest.approx(0.45 * 139.8)
+    second = replace(first, others=int((0.6 + 0.6 + own) * GIB))
+    assert second.kv_cache == first.kv_cache
+
+
+def test_the_memory_table() -> None:
+    found = Shares(80 * GIB, 0.9, 16 * GIB, 2 * GIB, 4 * GIB, GIB, GIB // 2)
+    assert found.kv_cache == 49 * GIB
+    lines = found.table(num_blocks=1000, block_bytes=32 * MIB, processes="12 (100 MiB)").splitlines()
+    assert lines[0] == "GPU memory, gpu_memory_utilization 0.9"
+    rows = [line.split(" GiB  ") for line in lines[1:]]
+    assert [float(size) for size, _ in rows] == [16, 2, 4, 1, 31.25, 0.5, 25.25, 80]
+    names = ["weights", "tables", "activations", "graphs", "KV cache, 1000 blocks", "others", "left free", "total"]
+    assert all(name.startswith(start) for (_, name), start in zip(rows, names, strict=True))
+    assert "processes 12 (100 MiB)" in lines[6]
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class FakeCuda:
+    """The numbers of a GPU of 24 GiB that others hold 3 GiB of."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reserved = self.peak = 0
+        for name in ("empty_cache", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: self.reserved)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _device: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: setattr(self, "peak", self.reserved))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (21 * GIB - self.reserved, 24 * GIB))
+
+    def take(self, size: int, keep: int = 0) -> None:
+        self.reserved += size
+        self.peak = max(self.peak, self.reserved)
+        self.reserved += keep - size
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shares]:
+    """measure(fault) loads 15 GiB of weights, 1 GiB of tables, and runs steps that take 2 GiB and keep 1 GiB."""
+
+    def run(fault: Exception | None = None, **settings: Any) -> Shares:
+        cuda, runner = FakeCuda(monkeypatch), FakeRunner()
+        cuda.take(16 * GIB, keep=16 * GIB)
+        runner.memory_stats = lambda: {"weights_bytes": 15 * GIB}  # type: ignore[attr-defined]
+        runner.pages = SimpleNamespace(nbytes=2 * runner.block_bytes)  # type: ignore[attr-defined]
+        runner.allocate = lambda *_: cuda.take(4 * MIB, keep=4 * MIB)  # type: ignore[method-assign]
+
+        def warm(*_: object) -> None:
+            cuda.take(2 * GIB, keep=GIB)
+            if fault is not None:
+                raise fault
+
+        def graph(*_: object) -> int:
+            cuda.take(3 * GIB)  # given back: no part of what steps take
+            return 100 * MIB
+
+        monkeypatch.setattr(memory, "warm_up", warm)
+        monkeypatch.setattr(memory, "graph_bytes", graph)
+        monkeypatch.setattr(memory, "full_decode", lambda *_: None)
+        monkeypatch.setattr(memory, "processes", lambda _device: "77 (9 MiB)")
+        return memory.measure(runner, EngineConfig(**settings))  # type: ignore[arg-type]
+
+    return run
+
+
+def test_what_is_measured(measure: Callable[..., Shares]) -> None:
+    got = measure(gpu_memory_utilization=0.8)
+    assert got == Shares(24 * GIB, 0.8, 15 * GIB, GIB, 2 * GIB + memory.SLACK, 100 * MIB, 3 * GIB)
+    assert measure(custom_ops={"silu_mul": "m:f"}).graphs == 0  # a user's kernel is not captured
+
+
+def test_steps_that_do_not_fit_while_measuring(measure: Callable[..., Shares]) -> None:
+    with pytest.raises(ConfigError, match=r"beside the weights: a step of 9 rows.*would fit with a lower"):
+        measure(OutOfMemory("a step of 9 rows and 9 tokens does not fit: CUDA out of memory"))
+    with pytest.raises(
+        ConfigError, match="CUDA error: out of memory; it would fit with a lower max_num_batched_tokens"
+    ):
+        measure(RuntimeError("CUDA error: out of memory\nmore words"))
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        measure(RuntimeError("no kernel image"))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class FakeRunner:
+    """What sizing reads of a runner."""
+
+    def __init__(self, block_bytes: int = 2 * MIB, max_blocks: int = 512) -> None:
+        self.block_bytes = block_bytes
+        self.state = SimpleNamespace(max_blocks=max_blocks)
+        self.device = torch.device("cuda:0")
+        self.info = RunnerInfo(0, 0, 16, 16 * max_blocks, 1000, 64, (), "bfloat16", "cuda:0")
+        self.allocated: tuple[int, int] | None = None
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.allocated = num_blocks, num_host_blocks
+
+
+Size = Callable[..., tuple[FakeRunner, int]]
+
+
+@pytest.fixture
+def size(monkeypatch: pytest.MonkeyPatch) -> Size:
+    """size(shares, settings) runs `allocate_kv` with this measurement; returns the runner and its blocks."""
+
+    def run(measured: Shares, **settings: Any) -> tuple[FakeRunner, int]:
+        runner = FakeRunner()
+        config = EngineConfig(**{"max_model_len": 8192, "gpu_memory_utilization": measured.utilization, **settings})
+        monkeypatch.setattr(memory, "measure", lambda *_: measured)
+        monkeypatch.setattr(memory, "processes", lambda _device: "77 (9 MiB)")
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, measured.total))
+        memory.allocate_kv(runner, config)  # type: ignore[arg-type]
+        assert runner.allocated is not None
+        return runner, runner.allocated[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("measured", "utilization"),
+    [
+        (gib(139.8, 0.10, 15.01, 2.28, 0.67), "0.14"),
+        (gib(24, 0.5, 15.01, 1.5, 0.7), "0.74"),
+        (gib(139.8, 0.1, 15.01, 2.28, 70.0), "0.14"),
+        (gib(139.8, 0.45, 15.01, 2.28, 125.0), None),
+        (gib(139.8, 0.90, 15.01, 2.28, 124.3), None),
+    ],
+)
+def test_the_share_that_would_fit(measured: Shares, utilization: str | None, size: Size) -> None:
+    if utilization is None:
+        with pytest.raises(ResourceError, match="no setting makes room") as refused:
+            size(measured)
+        assert "processes 77 (9 MiB)" in str(refused.value)
+    else:
+        with pytest.raises(ConfigError, match=f"gpu_memory_utilization {utilization}") as refused:
+            size(measured)
+        runner, blocks = size(replace(measured, utilization=float(utilization)))
+        assert blocks >= runner.state.max_blocks + 1
+    assert "GPU memory" in str(refused.value) and "left free" in str(refused.value)
+
+
+def test_smaller_steps_are_offered_only_where_they_make_room(size: Size) -> None:
+    words = "a lower max_num_batched_tokens or max_num_seqs"
+    with pytest.raises(ConfigError, match=words):
+        size(gib(24, 0.72, 15.01, 2.5, 0.7))
+    with pytest.raises(ConfigError, match="gpu_memory_utilization") as refused:
+        size(gib(24, 0.60, 15.01, 2.5, 0.7))
+    assert words not in str(refused.value)
+    with pytest.raises(ConfigError, match=words) as refused:  # others leave no larger share
+        size(gib(24, 0.9, 15.01, 3.5, 5))
+    assert "gpu_memory_utilization" not in str(refused.value).splitlines()[0]
+
+
+def test_a_shorter_length_that_would_fit(size: Size) -> None:
+    measured = gib(24, 0.75, 15.01, 2.5, 0.7)
+    with pytest.raises(ConfigError) as refused:
+        size(measured, max_model_len=8192)
+    length = re.search(r"max_model_len (\d+)", str(refused.value))
+    assert length is not None and 0 < int(length[1]) < 8192
+    blocks = int(measured.kv_cache // (2 * MIB))
+    assert int(length[1]) == 16 * (blocks - 1)
+
+
+def test_the_cache_takes_the_whole_share_for_cached_prefixes_and_no_more_than_is_useful_without(size: Size) -> None:
+    measured = gib(139.8, 0.9, 1, 2, 0.6)
+    _, blocks = size(measured, max_num_seqs=8)
+    assert blocks == measured.kv_cache // (2 * MIB)
+    _, blocks = size(measured, max_num_seqs=8, enable_prefix_caching=False)
+    assert blocks == 8 * 512 + 1
+
+
+def test_the_cache_of_a_tiny_model_is_bounded(monkeypatch: pytest.MonkeyPatch, size: Size) -> None:
+    monkeypatch.setattr(memory, "MOST_CACHED", 10_000)
+    _, blocks = size(gib(139.8, 0.9, 1, 2, 0.6), max_num_seqs=1)
+    assert blocks == 10_000
+    _, blocks = size(gib(139.8, 0.9, 1, 2, 0.6), max_num_seqs=32)
+    assert blocks == 32 * 512 + 1
+
+
+def test_an_override_goes_before_the_share_but_not_beyond_the_device(size: Size) -> None:
+    measured = gib(24, 0.1, 15, 2, 1)
+    _, blocks = size(measured, num_gpu_blocks_override=3000)
+    assert blocks == 3000
+    with pytest.raises(ConfigError, match=r"num_gpu_blocks_override 4000 takes 7.81 GiB") as refused:
+        size(measured, num_gpu_blocks_override=4000)
+    most = re.search(r"fit with num_gpu_blocks_override (\d+)", str(refused.value))
+    assert most is not None and 3000 < int(most[1]) < 4000
+    assert size(measured, num_gpu_blocks_override=int(most[1]))[1] == int(most[1])
+    with pytest.raises(ResourceError, match="no setting makes room"):
+        size(gib(24, 0.9, 15, 2, 8), num_gpu_blocks_override=100)
+
+
+def test_largest_steps_that_do_not_fit(size: Size) -> None:
+    def refusal(measured: Shares) -> WavecoreError:
+        return memory._too_large_steps(OutOfMemory("a step of 9 rows"), FakeRunner(), measured)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "processes", lambda _device: "77 (9 MiB)")
+        found = refusal(gib(24, 0.9, 15, 8, 1))
+        assert isinstance(found, ConfigError) and "lower max_num_batched_tokens" in str(found)
+        assert "a step of 9 rows" in str(found) and "GPU memory" in str(found)
+        assert isinstance(refusal(gib(24, 0.9, 15, 8, 8.9)), ResourceError)
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=64 * GIB))
+    monkeypatch.setattr("wavecore.engine_core.weights.partial", lambda *_: None)  # nothing can be read
+    with pytest.raises(ResourceError, match=r"weights of .*model take .* GiB as float32, and of cpu's 64 GiB only"):
+        load(folder)
+
+
+def test_bytes_of_the_weights_are_those_of_the_parameters(folder: Path) -> None:
+    runner: Any = load(folder)
+    spec, rotary = runner.model.spec, sum(table.nbytes for table in runner.model.tables)
+    assert device_memory.weight_bytes(spec, torch.float32) == runner.memory_stats()["weights_bytes"] - rotary
+
+
+@given(st.integers(1, 1 << 20), st.integers(1, 10_000))
+def test_a_suggested_size_of_a_cpu_cache_fits(block_bytes: int, need: int) -> None:
+    suggested = memory.fitting_gib(block_bytes * need)
+    assert int(float(f"{suggested:g}") * GIB) // block_bytes >= need
+
+
+def test_a_suggested_size_of_a_cpu_cache_starts(folder: Path) -> None:
+    settings: dict[str, Any] = {"num_gpu_blocks_override": None, "max_model_len": 200}
+    with pytest.raises(ConfigError, match="max_model_len 8 or kv_cache_memory_gib") as refused:
+        load(folder, kv_cache_memory_gib=4e-5, **settings)
+    found = re.search(r"kv_cache_memory_gib ([\d.]+)", str(refused.value))
+    assert found is not None
+    assert load(folder, kv_cache_memory_gib=float(found[1]), **settings).info.num_blocks >= 51
+
+
+def test_swap_space_and_blocks_that_no_host_has(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="swap_space_gib 900000: only"):
+        load(folder, swap_space_gib=900_000)
+    with pytest.raises(ResourceError, match="lower num_gpu_blocks_override"):
+        load(folder, num_gpu_blocks_override=(1 << 31) - 1, block_size=1 << 16)
+
+
+# --- who the others are -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("7, 600 MiB\n12, 70000 MiB\n", "12 (70000 MiB)"),
+        ("7, 600 MiB\n", "(none)"),
+        ("", "(none listed)"),
+        ("No running processes found\n", "(none listed)"),
+        ("31, [N/A]\n7, [N/A]\n32, 5 MiB", "31 ([N/A]), 32 (5 MiB)"),
+        ("99, 5 MiB\n", "99 (5 MiB), this one among them by its pid outside of the container"),
+    ],
+)
+def test_other_processes_in_words(output: str, words: str) -> None:
+    assert device_memory.listed(output, own=7) == words
+
+
+def test_only_the_engines_own_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By UUID: numbers of devices are the driver's, not those that CUDA_VISIBLE_DEVICES leaves."""
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        asked.append(command)
+        if len(asked) > 1:
+            raise FileNotFoundError("nvidia-smi")
+        return SimpleNamespace(stdout=f"{os.getpid()}, 600 MiB\n12, 70000 MiB\n")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="4a-b1"))
+    monkeypatch.setattr(subprocess, "run", run)
+    assert device_memory.processes(torch.device("cuda:0")) == "12 (70000 MiB)"
+    assert asked[0][:3] == ["nvidia-smi", "-i", "GPU-4a-b1"]
+    assert device_memory.processes(torch.device("cuda:0")) == "(unknown)"

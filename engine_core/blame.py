@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.request import Request
 
+SMALL_STEP = 256  # tokens; of a larger step its own size is the first suspect
 POSITIONS_AT_ONCE = 64  # prompt positions whose log-probabilities exist at once, about
 Row = tuple[Request, int, bool]
 

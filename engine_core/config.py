@@ -119,9 +119,14 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
                 raise NotSupportedError(f"{name}={shown(getattr(self, name))}: only 1 is supported in this version")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_bytes"):
-            self._at_least(name, 1)
-        for name in ("max_model_len", "block_size"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_num_queued_reqs",
+            "max_num_queued_bytes",
+            "max_model_len",
+            "block_size",
+        ):
             self._at_least(name, 1)
         self._at_least("num_gpu_blocks_override", 2)
         for name in ("kv_cache_memory_gib", "ready_timeout", "step_timeout", "ageing_seconds"):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wavecore.engine_core import integrity, outputs, reports
-from wavecore.engine_core.blame import most_demanding
+from wavecore.engine_core.blame import SMALL_STEP, most_demanding
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.lifecycle import Lifecycle
 from wavecore.engine_core.plan import OutOfMemory, PendingStep, RequestFault, Runner, StepResult
@@ -173,7 +173,8 @@ class EngineCore:
         except (RequestFault, OutOfMemory) as fault:
             self._recover(fault, scheduled)
             return None
-        self.scheduler.budget.step_fitted()
+        if scheduled.plan.num_rows:
+            self.scheduler.budget.step_fitted()
         self._measure(scheduled, launched)
         return scheduled, result
 
@@ -205,14 +206,15 @@ class EngineCore:
     def _at_fault(self, fault: OutOfMemory, failed: Scheduled) -> tuple[Request | None, OutOfMemory]:
         """Steps become smaller; who must end, and with which words.
 
-        Nobody, the first time. Then whose rare options need most: a guess. Without such options smaller steps go on to
-        be tried, down to one token: that row has failed alone, so it is no guess that it cannot run.
+        Nobody, the first time and while steps are large. Then whose rare options need most: a guess. Without such
+        options smaller steps go on to be tried, down to one token: that row has failed alone, so it is no guess that
+        it cannot run.
         """
         budget, plan = self.scheduler.budget, failed.plan
         if not plan.num_rows:
             return None, fault
         budget.shrink(plan.num_tokens)
-        if budget.failures == 1:
+        if budget.failures == 1 or plan.num_tokens > SMALL_STEP:
             return None, fault
         rows = [self.life.slots.at(slot) for slot in failed.slots.tolist()]
         if plan.num_tokens == 1:

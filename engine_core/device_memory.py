@@ -14,6 +14,11 @@ from wavecore.engine_core.model_spec import ModelSpec
 from wavecore.engine_core.shares import GIB
 from wavecore.transport.errors import ResourceError
 
+CGROUPS = (  # versions 2 and 1: the limit, and what is used of it
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+
 
 def check_weights(spec: ModelSpec, path: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a model whose weights cannot fit, before any of them is read.
@@ -25,8 +30,7 @@ def check_weights(spec: ModelSpec, path: Path, dtype: torch.dtype, device: torch
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
-        memory = psutil.virtual_memory()
-        free, total = memory.available, memory.total
+        free, total = host_memory()
     if need <= free:
         return
     holders = f" (others: processes {processes(device)})" if device.type == "cuda" else ""
@@ -34,6 +38,21 @@ def check_weights(spec: ModelSpec, path: Path, dtype: torch.dtype, device: torch
         f"the weights of {path} take {gib(need)} as {str(dtype).removeprefix('torch.')}, and of {device}'s "
         f"{gib(total)} only {gib(free)} are free{holders}; take a smaller dtype or model, or another device"
     )
+
+
+def host_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Bytes of the host's memory that this process may still take, and all: the container's where that is less."""
+    memory = psutil.virtual_memory()
+    free, total = int(memory.available), int(memory.total)
+    for limit, usage in CGROUPS:
+        try:
+            most, used = int((root / limit).read_text()), int((root / usage).read_text())
+            counts = dict(line.split() for line in (root / limit).with_name("memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no such version of cgroups, or no limit
+            continue
+        cached = int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))  # given back when needed
+        free, total = min(free, most - used + cached), min(total, most)
+    return max(free, 0), total
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

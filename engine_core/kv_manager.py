@@ -169,9 +169,12 @@ class KVCacheManager:
         """Copy the blocks of its `num_tokens` computed tokens to the host, and free them as far as they are there.
         False if that cannot be, or does not pay."""
         needed = -(-num_tokens // self.block_size)
-        if not self.swap_pays or self.host.num_free < needed:
+        held = request.blocks[:needed]  # a block beyond the computed tokens is empty
+        if not (needed and self.swap_pays) or self.host.num_free < needed or request.needs_prompt_states:
             return False
-        for block in request.blocks[:needed]:  # a block beyond the computed tokens is empty
+        if not self._unwritten.keys().isdisjoint(held):
+            return False  # this very plan admitted it: nothing is in them yet
+        for block in held:
             self._save(block)
             digest = self.device.hash_of(block)
             host = None if digest is None else self.host.find(digest)

@@ -72,8 +72,8 @@ class Lifecycle:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of waiting and running requests, for balancing. Read by other threads, so it changes nothing."""
-        return self.waiting.num_tokens + int(self.slots.length[self.slots.runs].sum())
+        """Tokens of all requests, for balancing. Read by other threads, so it changes nothing."""
+        return self.waiting.num_tokens + int(self.slots.length[self.slots.live].sum())
 
     def all(self) -> list[Request]:
         return [request for mine in self.by_client.values() for request in mine.values()]
@@ -193,8 +193,7 @@ class Lifecycle:
         s = self.slots
         request = s.at(slot)
         computed = int(s.computed[slot])
-        # A request that is still at its prompt may have been given blocks by this very plan: nothing in them yet.
-        swapped = may_swap and not s.prefilling[slot] and self.kv.swap_out(request, computed)
+        swapped = may_swap and self.kv.swap_out(request, computed)
         if swapped:
             self.totals.swapped_tokens += computed
         else:

@@ -11,11 +11,10 @@ import logging
 import math
 from dataclasses import replace
 
-import psutil
 import torch
 
 from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.device_memory import gib, processes
+from wavecore.engine_core.device_memory import gib, host_memory, processes
 from wavecore.engine_core.graph_memory import graph_bytes
 from wavecore.engine_core.plan import OutOfMemory
 from wavecore.engine_core.runner import ModelRunner, first_line, is_out_of_memory
@@ -66,7 +65,10 @@ def allocate_kv(runner: ModelRunner, config: EngineConfig) -> None:
     if config.max_model_len is None:  # no sequence can grow past the cache
         length = min(runner.info.max_model_len, (num_blocks - 1) * runner.info.block_size)
         if length < runner.info.max_model_len:
-            logger.warning("max_model_len is %d: the KV cache holds no more tokens", length)
+            logger.warning(
+                "max_model_len is %d: the KV cache holds no more tokens; set it, and the tables become smaller, too",
+                length,
+            )
         runner.info = replace(runner.info, max_model_len=length)
 
 
@@ -83,6 +85,7 @@ def measure(runner: ModelRunner, config: EngineConfig) -> Shares:
     torch.cuda.empty_cache()
     weights = runner.memory_stats()["weights_bytes"]
     before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
     graphs = 0
     error: Exception | None = None
     try:
@@ -187,7 +190,7 @@ def _refusal(
 
 def _check_swap_space(config: EngineConfig, size: int) -> None:
     """Pinned memory is taken at once, and no other process can have it any more."""
-    free = psutil.virtual_memory().available
+    free, _ = host_memory()
     if size > free:
         raise ConfigError(f"swap_space_gib {config.swap_space_gib:g}: only {gib(free)} of host memory are free")
 

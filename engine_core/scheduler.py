@@ -114,7 +114,7 @@ class Scheduler:
             request = s.at(slot)
             while not kv.grow(request, slot, int(ends[i])):
                 victim = self._worst()
-                leaving = leaving or kv.leaving > 0
+                leaving = leaving or (victim != slot and kv.leaving > 0)
                 if victim == slot or leaving:
                     skipped.append(i)
                     break
@@ -190,7 +190,7 @@ class Scheduler:
         while (request := self.life.waiting.peek()) is not None and len(victims := self._outranked(request)):
             if self._start(request, reserve=0) is not None:
                 continue
-            if not s.free and self.life.num_running > len(s.ordered()):
+            if not s.free and s.in_flight[~s.runs].any():
                 return  # a slot is coming free
             if 0 < self._missing(request) <= self.life.kv.leaving:
                 return  # blocks are coming free

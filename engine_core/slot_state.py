@@ -62,7 +62,8 @@ class SlotState:
         yield from (self.token_table, self.block_table, self.pooled_sum, self.input.copy.target)
 
     def admit(self, admissions: tuple[Admission, ...]) -> None:
-        """Take over the slots that begin. No step in flight touches them; see `plan.StepPlan`."""
+        """Take over the slots that begin. No row in flight reads them. (A slot may come from a request that ended while
+        it was loading, with its admission in flight: what that counted is counted again here, behind it.)"""
         if not admissions:
             return
         for admission in admissions:

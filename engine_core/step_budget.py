@@ -7,7 +7,6 @@ import logging
 logger = logging.getLogger(__name__)
 
 PATIENCE = 64  # steps that must fit before twice as many tokens are tried
-MOST_PATIENCE = 1024
 
 
 class StepBudget:
@@ -29,8 +28,8 @@ class StepBudget:
     def shrink(self, failed: int) -> None:
         """A step of `failed` tokens ran out of memory: plan steps of half the size. If that happens again soon, larger
         ones are tried later."""
-        if self.failures:
-            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        if self.failures:  # without an end: a prompt that takes many steps must be through before the next try
+            self._patience *= 2
         self.failures += 1
         self.tokens = max(min(self.tokens, failed) // 2, 1)
         self._fitted = 0

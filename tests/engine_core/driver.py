@@ -108,7 +108,7 @@ class Driver:
         life = self.core.life
         head = life.waiting.peek()
         if head is not None and len(victims := self.core.scheduler._outranked(head)):
-            comes_free = not life.slots.free and life.num_running > len(life.slots.ordered())
+            comes_free = not life.slots.free and life.slots.in_flight[~life.slots.runs].any()
             held = Counter(block for slot in victims.tolist() for block in life.slots.at(slot).blocks)
             freed = sum(life.kv.device.refs(block) == count for block, count in held.items())
             room = (life.kv.device.num_free + freed) * life.kv.block_size

@@ -357,3 +357,16 @@ def test_only_the_engines_own_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) 
     assert device_memory.processes(torch.device("cuda:0")) == "12 (70000 MiB)"
     assert asked[0][:3] == ["nvidia-smi", "-i", "GPU-4a-b1"]
     assert device_memory.processes(torch.device("cuda:0")) == "(unknown)"
+
+
+@pytest.mark.parametrize(("folder", "names"), [(".", device_memory.CGROUPS[0]), ("memory", device_memory.CGROUPS[1])])
+def test_a_container_limits_the_hosts_memory(tmp_path: Path, folder: str, names: tuple[str, str]) -> None:
+    free, total = device_memory.host_memory(tmp_path)
+    assert 0 < free < total
+    (tmp_path / folder).mkdir(exist_ok=True)
+    for name, text in zip(names, ("5000000\n", "3000000\n"), strict=True):
+        (tmp_path / name).write_text(text)
+    (tmp_path / folder / "memory.stat").write_text("anon 2000000\nactive_file 300000\ninactive_file 700000\n")
+    assert device_memory.host_memory(tmp_path) == (3_000_000, 5_000_000)
+    (tmp_path / names[0]).write_text("max\n")
+    assert device_memory.host_memory(tmp_path)[1] == total

@@ -8,11 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if not Path("/dev/nvidiactl").exists():
     # Triton's interpreter stands in for a GPU (tests/kernels). It is chosen when triton is first imported, which any
     # test module may cause.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# Other processes may own the cores: no property fails for being slow.
+settings.register_profile("loaded machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("loaded machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

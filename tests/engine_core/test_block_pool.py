@@ -83,7 +83,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def test_tail_is_evicted_before_its_prefix() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_core.driver import Driver
 
@@ -90,7 +90,7 @@ def judge(driver: Driver, plans: list[dict[str, Any]]) -> None:
                 assert driver.extras[handle]["seed"] == plan["seed"]
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120)
 @given(
     configs,
     st.lists(requests, min_size=1, max_size=9).map(
@@ -135,7 +135,7 @@ tight = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80)
 @given(tight, st.lists(twins, min_size=2, max_size=6))
 def test_choices_of_one_prompt_in_a_tiny_cache(config: dict[str, Any], plans: list[dict[str, Any]]) -> None:
     """Every prompt is a prefix of one text, so blocks are shared, copied, evicted and swapped all the time."""

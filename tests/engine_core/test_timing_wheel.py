@@ -13,7 +13,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(moves)
 def test_fires_like_a_sorted_list(moves: list[tuple[str, int, int]]) -> None:
     """Times in whole ticks, so that both sides round alike; up to several turns of the first three levels."""

@@ -47,7 +47,7 @@ limits = st.tuples(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 30
 limits = limits.filter(lambda sizes: sizes[1] >= sizes[2])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(limits)
 @example((4200, 8192, 256))
 @example((4097, 8192, 8))
@@ -77,7 +77,7 @@ def _has(admission: Any, option: str) -> bool:
     return value is not None and len(value) > 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(limits)
 @example((4200, 8192, 256))
 @example((131072, 16384, 1024))

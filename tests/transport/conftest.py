@@ -17,16 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from hypothesis import settings
 
 from wavecore.transport.client_pump import ClientPump, Disconnected, Event, Reconnected
 from wavecore.transport.curve import CurveClient
 from wavecore.transport.messages import Abort, Add, Ready, Result, Step, Utility
 from wavecore.transport.sockets import make_context, make_socket
 from wavecore.transport.tensors import from_numpy, to_numpy
-
-settings.register_profile("loaded machine", deadline=None)  # other processes may own the cores
-settings.load_profile("loaded machine")
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 _spec = importlib.util.spec_from_file_location("fake_engine", FAKE_ENGINE)

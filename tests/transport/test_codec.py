@@ -283,7 +283,7 @@ def test_defaults_may_be_left_out() -> None:
     assert decode([msgpack.packb([1, 5, EPOCH, 9])]) == m.Ping(EPOCH, 9, gap=False)
 
 
-@settings(deadline=None, max_examples=1)
+@settings(max_examples=1)
 @given(st.lists(messages, min_size=20, max_size=20))
 def test_encoding_in_two_threads(batch: list[m.Message]) -> None:
     """Nothing is shared, so nothing can be mixed up."""

@@ -101,7 +101,7 @@ class Wire(RuleBasedStateMachine):
 
 
 TestWire = Wire.TestCase
-TestWire.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWire.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def filled(count: int) -> Outbox:

@@ -52,7 +52,7 @@ def test_random_and_mutated_frames_on_both_sockets(hostile: Any, make_client: An
     client = make_client()
     client.connect(engine.addresses)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.binary(max_size=100), min_size=1, max_size=4) | messages.map(encode), st.booleans())
     def attack(frames: list[bytes], up: bool) -> None:
         (raw.push if up else raw.dealer).send_multipart(frames)

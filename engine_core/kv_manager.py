@@ -20,20 +20,6 @@ from wavecore.engine_core.request import Request
 from wavecore.engine_core.slots import NEVER
 from wavecore.engine_core.transfers import Transfers
 
-BLOCK_BYTES = 2 << 20
-
-
-def choose_block_size(kv_bytes_per_token: int) -> int:
-    """Tokens a block, a power of two from 16 to 128: the smallest that makes a block 2 MiB.
-
-    Small blocks share prefixes finely; large ones make block tables, hashing and copies cheap. A model with little KV
-    a token can afford many tokens a block.
-    """
-    size = 16
-    while size < 128 and size * kv_bytes_per_token < BLOCK_BYTES:
-        size *= 2
-    return size
-
 
 @dataclass(slots=True)
 class KVEvents:

@@ -10,7 +10,6 @@ import torch
 
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.gguf_weights import load_gguf
-from wavecore.engine_core.kv_manager import choose_block_size
 from wavecore.engine_core.memory import allocate_kv, most_blocks
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.model_files import Progress
@@ -25,6 +24,7 @@ from wavecore.parallel.layers import exact_float32
 from wavecore.transport.errors import ConfigError, ModelError, ResourceError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BLOCK_BYTES = 2 << 20
 
 
 def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -> ModelRunner:
@@ -114,6 +114,18 @@ def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else DTYPES.get(spec.dtype, torch.bfloat16)
     return DTYPES[config.dtype]
+
+
+def choose_block_size(kv_bytes_per_token: int) -> int:
+    """Tokens a block, a power of two from 16 to 128: the smallest that makes a block 2 MiB.
+
+    Small blocks share prefixes finely; large ones make block tables, hashing and copies cheap. A model with little KV
+    a token can afford many tokens a block.
+    """
+    size = 16
+    while size < 128 and size * kv_bytes_per_token < BLOCK_BYTES:
+        size *= 2
+    return size
 
 
 def _max_model_len(

@@ -11,7 +11,7 @@ This module knows no torch: a plan is numpy, small enough to reach a device in o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -87,6 +87,33 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return int(self.query_lens.sum())
+
+
+_NONE = np.zeros(0, np.int32)
+_NO_PAIRS = np.zeros((0, 2), np.int32)
+
+
+def pairs(of: Sequence[tuple[int, int]]) -> I32:
+    """As int32 [n, 2]."""
+    return np.array(of, np.int32) if of else _NO_PAIRS
+
+
+def table_columns(entries: Sequence[tuple[int, int, list[int]]]) -> dict[str, I32]:
+    """The block table columns of a plan, from entries of (slot, first index, block ids)."""
+    if not entries:
+        return {"block_slots": _NONE, "block_indices": _NONE, "block_ids": _NONE}
+    slots: list[int] = []
+    indices: list[int] = []
+    ids: list[int] = []
+    for slot, first, blocks in entries:
+        slots += [slot] * len(blocks)
+        indices += range(first, first + len(blocks))
+        ids += blocks
+    return {
+        "block_slots": np.array(slots, np.int32),
+        "block_indices": np.array(indices, np.int32),
+        "block_ids": np.array(ids, np.int32),
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.kv_manager import KVEvents
 from wavecore.engine_core.lifecycle import Lifecycle
-from wavecore.engine_core.plan import Admission, StepPlan
+from wavecore.engine_core.plan import Admission, StepPlan, pairs, table_columns
 from wavecore.engine_core.request import Request
 from wavecore.engine_core.step_budget import StepBudget
 
@@ -253,12 +253,12 @@ class Scheduler:
             starts=starts,
             query_lens=lens,
             samples=samples.view(np.uint8),
-            swap_out=_pairs(events.swap_out),
-            swap_in=_pairs(events.swap_in),
-            copies=_pairs(events.copies),
+            swap_out=pairs(events.swap_out),
+            swap_in=pairs(events.swap_in),
+            copies=pairs(events.copies),
             admitted=admitted,
             after=self.life.kv.transfers.after,
-            **_table(events.table),
+            **table_columns(events.table),
         )
         self.life.totals.steps += 1
         return Scheduled(plan, rows, ends, samples, events)
@@ -274,32 +274,7 @@ class Scheduler:
             self.life.release_forks(request)
 
 
-_NONE = np.zeros(0, np.int32)
-_NO_PAIRS = np.zeros((0, 2), np.int32)
-
-
 def _fill(need: I32, budget: int) -> I32:
     """What each gets of a budget that is handed out from the front."""
     share: I32 = np.clip(budget - (np.cumsum(need) - need), 0, need).astype(np.int32)
     return share
-
-
-def _pairs(pairs: list[tuple[int, int]]) -> I32:
-    return np.array(pairs, np.int32) if pairs else _NO_PAIRS
-
-
-def _table(entries: list[tuple[int, int, list[int]]]) -> dict[str, I32]:
-    if not entries:
-        return {"block_slots": _NONE, "block_indices": _NONE, "block_ids": _NONE}
-    slots: list[int] = []
-    indices: list[int] = []
-    ids: list[int] = []
-    for slot, first, blocks in entries:
-        slots += [slot] * len(blocks)
-        indices += range(first, first + len(blocks))
-        ids += blocks
-    return {
-        "block_slots": np.array(slots, np.int32),
-        "block_indices": np.array(indices, np.int32),
-        "block_ids": np.array(ids, np.int32),
-    }

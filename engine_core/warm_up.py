@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.plan import I32, Admission, StepPlan
+from wavecore.engine_core.plan import I32, Admission, StepPlan, pairs, table_columns
 from wavecore.engine_core.runner import ModelRunner
 from wavecore.engine_core.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.engine_core.step_shape import MAX_BUCKET, bucket
@@ -153,7 +153,6 @@ def _admission(slot: int, row: Row, params: SamplingParams, **more: Any) -> Admi
 def _plan(
     rows: list[Row], admitted: list[Admission] | None = None, samples: bool = True, copies: tuple[Row, ...] = ()
 ) -> StepPlan:
-    none, pairs = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
     starts, lengths = _columns(rows)
     return StepPlan(
         step_id=0,
@@ -161,13 +160,12 @@ def _plan(
         starts=starts,
         query_lens=lengths,
         samples=np.full(len(rows), samples, np.uint8),
-        swap_out=pairs,
-        swap_in=pairs,
-        copies=np.array(copies, np.int32).reshape(-1, 2),
+        swap_out=pairs(()),
+        swap_in=pairs(()),
+        copies=pairs(copies),
         admitted=tuple(admitted or ()),
-        block_slots=none,
-        block_indices=none,
-        block_ids=none,
+        after=-1,
+        **table_columns(()),
     )
 
 

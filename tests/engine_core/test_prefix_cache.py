@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.engine_core.driver import Driver, make_add
 
-from wavecore.engine_core.kv_manager import choose_block_size
+from wavecore.engine_core.loader import choose_block_size
 from wavecore.engine_core.scripted import Script
 from wavecore.transport.messages import FinishReason, TensorFrame
 

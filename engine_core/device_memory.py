@@ -12,7 +12,7 @@ import torch
 
 from wavecore.engine_core.model_spec import ModelSpec
 from wavecore.engine_core.shares import GIB
-from wavecore.transport.errors import ResourceError
+from wavecore.transport.errors import ConfigError, ResourceError
 
 CGROUPS = (  # versions 2 and 1: the limit, and what is used of it
     ("memory.max", "memory.current"),
@@ -24,20 +24,21 @@ def check_weights(spec: ModelSpec, path: Path, dtype: torch.dtype, device: torch
     """Refuse a model whose weights cannot fit, before any of them is read.
 
     Raises:
-        ResourceError: with the bytes that they take and the bytes that are free.
+        ConfigError: with the bytes that they take and the bytes that are free, where half of them would fit.
+        ResourceError: likewise, where no setting makes room.
     """
     need = weight_bytes(spec, dtype)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-    else:
-        free, total = host_memory()
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else host_memory()
     if need <= free:
         return
     holders = f" (others: processes {processes(device)})" if device.type == "cuda" else ""
-    raise ResourceError(
+    what = (
         f"the weights of {path} take {gib(need)} as {str(dtype).removeprefix('torch.')}, and of {device}'s "
-        f"{gib(total)} only {gib(free)} are free{holders}; take a smaller dtype or model, or another device"
+        f"{gib(total)} only {gib(free)} are free{holders}"
     )
+    if weight_bytes(spec, torch.bfloat16) <= free:
+        raise ConfigError(f"{what}; they would fit with dtype bfloat16")
+    raise ResourceError(f"{what}, and no setting makes room: take a smaller model or another device")
 
 
 def host_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
@@ -61,6 +62,12 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 def gib(size: int) -> str:
     return f"{size / GIB:.3g} GiB"
+
+
+def fitting_gib(size: int) -> float:
+    """A little more than `size` bytes, in GiB with few digits."""
+    scale: int = 10 ** max(3 - math.floor(math.log10(size / GIB)), 0)
+    return (size * scale // GIB + 1) / scale
 
 
 def processes(device: torch.device) -> str:

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from wavecore.engine_core.block_copies import BlockCopies
 from wavecore.engine_core.plan import I32, U8, StepResult
 from wavecore.engine_core.row_extras import Extras
 from wavecore.engine_core.step_copies import Fetched
 from wavecore.engine_core.step_shape import StepShape
-from wavecore.engine_core.swap_stream import SwapStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +31,12 @@ class Launched:
     shape: StepShape
     fetched: Fetched | None
     extras: Extras
-    swaps: SwapStream
-
-    @property
-    def event(self) -> torch.cuda.Event | None:
-        """Recorded behind the step's last copy; None on a CPU and without rows."""
-        return None if self.fetched is None else self.fetched.event
+    copies: BlockCopies
 
     def wait(self) -> StepResult:
         """The result in the plan's row order. Everything in it is a copy: the output's memory is used again."""
         if self.fetched is None:
-            return StepResult(np.zeros(0, np.int32), np.zeros(0, np.uint8), transferred=self.swaps.poll())
+            return StepResult(np.zeros(0, np.int32), np.zeros(0, np.uint8), transferred=self.copies.poll())
         vector, extras = self.fetched.wait(), self.extras
         tokens, faults = self._drawn(self.fetched)
         pooled = {row: place.read(vector) for row, place in extras.pooled.items()}
@@ -54,7 +48,7 @@ class Launched:
             logprobs=extras.row_logprobs(vector),
             prompt_logprobs={row: report.read(vector) for row, report in extras.prompt_logprobs.items()},
             pooled=pooled,
-            transferred=self.swaps.poll(),
+            transferred=self.copies.poll(),
         )
 
     def _drawn(self, fetched: Fetched) -> tuple[I32, U8]:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import import_module
 
 import torch
 
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.gguf_weights import load_gguf
-from wavecore.engine_core.memory import allocate_kv, most_blocks
+from wavecore.engine_core.measure import unless_short_of_memory
+from wavecore.engine_core.memory import allocate_kv, most_blocks, smaller_steps
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.model_files import Progress
 from wavecore.engine_core.model_source import ModelSource
 from wavecore.engine_core.model_spec import ModelSpec
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.runner import ModelRunner, first_line, is_out_of_memory
-from wavecore.engine_core.weights import load_folder
+from wavecore.engine_core.runner import ModelRunner
+from wavecore.engine_core.shares import Settings, no_room
+from wavecore.engine_core.weights import Parameters, load_folder
 from wavecore.kernels import ops
 from wavecore.kernels.attention_shapes import refusal
 from wavecore.parallel.layers import exact_float32
-from wavecore.transport.errors import ConfigError, ModelError, ResourceError
+from wavecore.transport.errors import ConfigError, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK_BYTES = 2 << 20
@@ -32,8 +33,8 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
 
     Raises:
         ModelError: the model's files.
-        ConfigError: a setting that this model or device cannot have.
-        ResourceError: not enough memory.
+        ConfigError: a setting that this model or device cannot have, or settings under which memory would do.
+        ResourceError: not enough memory, and no setting makes room.
     """
     device, spec = _device(config.device), source.spec
     if device.type == "cuda":
@@ -47,11 +48,10 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
     block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
     length = _max_model_len(config, spec, block_size, dtype, device)
     progress("load", 0.0)
-    with _memory(f"the weights of {source.path}", "take a smaller dtype or model"):
-        if source.gguf is not None:
-            parameters = load_gguf(source.gguf, spec, dtype, device, progress)
-        else:
-            parameters = load_folder(source.path, spec, dtype, device, progress)
+    parameters, fault = unless_short_of_memory(lambda: _load_weights(source, dtype, device, progress))
+    if parameters is None:  # by their sizes they fit: half of them surely do
+        half: list[Settings] = [{"dtype": "bfloat16"}] if dtype == torch.float32 else []
+        raise no_room(f"the weights of {source.path} do not fit into memory: {fault}", half)
     info = RunnerInfo(
         num_blocks=0,
         num_host_blocks=0,
@@ -64,23 +64,25 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
         device=str(device),
         model_path=str(source.path),
     )
-    with _memory("the state of all requests", "lower max_model_len, max_num_seqs or max_num_batched_tokens"):
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through
+
+    def make(bounds: EngineConfig) -> ModelRunner:
         model = Decoder(spec, parameters, length)
-        runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens)
+        return ModelRunner(model, info, bounds.max_num_seqs, bounds.max_num_batched_tokens)
+
+    runner, fault = unless_short_of_memory(lambda: make(config))
+    if runner is None:
+        raise no_room(f"the tables of all requests do not fit into memory: {fault}", smaller_steps(make, config))
     progress("kv_cache", 0.0)
     allocate_kv(runner, config)
     return runner
 
 
-@contextmanager
-def _memory(what: str, way_out: str) -> Iterator[None]:
-    """Say what did not fit."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ResourceError(f"{what} does not fit into memory: {first_line(error)}; {way_out}") from error
+def _load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device, progress: Progress) -> Parameters:
+    if source.gguf is not None:
+        return load_gguf(source.gguf, source.spec, dtype, device, progress)
+    return load_folder(source.path, source.spec, dtype, device, progress)
 
 
 def _register_ops(custom_ops: Mapping[str, str], like: torch.Tensor) -> None:

@@ -1,31 +1,27 @@
 """How many KV blocks a device can hold: measured on a GPU, set by kv_cache_memory_gib on a CPU.
 
 On a GPU the largest steps run once, before the KV cache is there; it takes what they and the weights leave of the
-engine's share, `shares.Shares`. What does not fit is refused with the numbers and the settings that would fit.
+engine's share, `shares.Shares`. What does not fit is refused with the numbers and the settings under which it would;
+where only smaller steps would help, these are measured, too, before they are named.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
-import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.device_memory import gib, host_memory, processes
-from wavecore.engine_core.graph_memory import graph_bytes
-from wavecore.engine_core.plan import OutOfMemory
+from wavecore.engine_core.device_memory import fitting_gib, gib, host_memory, processes
+from wavecore.engine_core.measure import measure, unless_short_of_memory
 from wavecore.engine_core.runner import ModelRunner, first_line, is_out_of_memory
-from wavecore.engine_core.shares import GIB, Shares
-from wavecore.engine_core.warm_up import full_decode, warm_up
-from wavecore.transport.errors import ConfigError, ResourceError, WavecoreError
+from wavecore.engine_core.shares import GIB, MARGIN, Blocks, Settings, Shares, no_room
 
 logger = logging.getLogger(__name__)
 
-SLACK = 256 << 20  # fragments of the allocator, embeddings of a second step in flight, kernels that are loaded later
-MARGIN = 64 << 20  # no two starts measure quite the same: what one suggests should fit the next
 MOST_CACHED = 1 << 20
 """Blocks that are worth having for cached prefixes alone: each takes a hundred bytes of host memory."""
 
@@ -49,19 +45,22 @@ def allocate_kv(runner: ModelRunner, config: EngineConfig) -> None:
     block_bytes = runner.block_bytes
     host_blocks = int(config.swap_space_gib * GIB) // block_bytes
     _check_swap_space(config, host_blocks * block_bytes)
-    shares = measure(runner, config) if runner.device.type == "cuda" else None
-    num_blocks = _num_blocks(runner, config, shares)
-    if shares is not None:
+    shares: Shares | None = None
+    if runner.device.type == "cpu":
+        num_blocks = _host_blocks(runner, config)
+    else:
+        num_blocks, shares = _device_blocks(runner, config)
         logger.info("%s", _table(shares, runner, num_blocks))
+        if shares.others > shares.total * (1 - shares.utilization) and not config.num_gpu_blocks_override:
+            logger.warning("others hold %s: less than gpu_memory_utilization is left", gib(shares.others))
     try:
         runner.allocate(num_blocks, host_blocks)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise ResourceError(
-            f"the KV cache of {num_blocks} blocks, {gib(num_blocks * block_bytes)}, does not fit into memory: "
-            f"{first_line(error)}; lower {_size_setting(config, runner)}"
-        ) from error
+        size = gib(num_blocks * block_bytes)
+        what = f"the KV cache of {num_blocks} blocks, {size}, does not fit into memory: {first_line(error)}"
+        raise no_room(what, _smaller_cache(runner, config, shares)) from error
     if config.max_model_len is None:  # no sequence can grow past the cache
         length = min(runner.info.max_model_len, (num_blocks - 1) * runner.info.block_size)
         if length < runner.info.max_model_len:
@@ -72,133 +71,113 @@ def allocate_kv(runner: ModelRunner, config: EngineConfig) -> None:
         runner.info = replace(runner.info, max_model_len=length)
 
 
-def measure(runner: ModelRunner, config: EngineConfig) -> Shares:
-    """Run the largest steps once over a cache of two blocks, and see what they take from the device.
+def smaller_steps(
+    make: Callable[[EngineConfig], ModelRunner], config: EngineConfig, otherwise: list[Settings] | None = None
+) -> list[Settings]:
+    """The largest steps below the settings' that fit, in powers of two, with what must change besides; measured.
 
-    What the allocator took for them it keeps, so that steps find it and ask the device for nothing.
-
-    Raises:
-        ConfigError, ResourceError: these steps do not fit beside the weights.
+    Args:
+        make: gives a runner for these steps, or one for larger ones: its tables err on the safe side.
+        otherwise: what to say where smaller steps do not fit with a single other change.
     """
-    device = runner.device
-    gc.collect()
-    torch.cuda.empty_cache()
-    weights = runner.memory_stats()["weights_bytes"]
-    before = torch.cuda.memory_reserved(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    graphs = 0
-    error: Exception | None = None
-    try:
-        runner.allocate(2, 0)
-        if not config.custom_ops:  # a user's kernel need not be one that can be captured
-            graphs = graph_bytes(runner, full_decode(runner, config))
-        torch.cuda.reset_peak_memory_stats(device)
-        warm_up(runner, config)
-    except Exception as caught:
-        if not isinstance(caught, OutOfMemory) and not is_out_of_memory(caught):
-            raise
-        error = caught
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    shares = Shares(
-        total=total,
-        utilization=config.gpu_memory_utilization,
-        weights=weights,
-        tables=max(before - weights, 0),
-        activations=torch.cuda.max_memory_reserved(device) - before - runner.pages.nbytes + SLACK,
-        graphs=graphs,
-        others=total - free - torch.cuda.memory_reserved(device),
+    tokens, rows = (1 << size.bit_length() for size in (config.max_num_batched_tokens, config.max_num_seqs))
+    while tokens > 1:
+        tokens, rows = tokens // 2, max(1, rows // 2)
+        steps: Settings = {"max_num_batched_tokens": tokens, "max_num_seqs": rows}
+        smaller = replace(config, max_num_batched_tokens=tokens, max_num_seqs=rows)
+        ways = _tried(make, smaller) if smaller != config else []
+        if ways and len(ways[0]) < 2:
+            return [steps | way for way in ways]
+        otherwise = otherwise or [steps | way for way in ways]
+    return otherwise or []
+
+
+def _tried(make: Callable[[EngineConfig], ModelRunner], config: EngineConfig) -> list[Settings]:
+    """What must change for a start with these steps, as in `Shares.ways_out`."""
+    runner, _ = unless_short_of_memory(partial(make, config))
+    if runner is None:
+        return []
+    if runner.device.type == "cpu":
+        return [{}]
+    shares, fault = measure(runner, config)
+    return [] if fault else shares.ways_out(config, _blocks(runner, config))
+
+
+def _blocks(runner: ModelRunner, config: EngineConfig) -> Blocks:
+    spec, info = runner.model.spec, runner.info
+    position = 12 * config.max_num_seqs + 4 * sum(rope.dim for rope in spec.ropes)
+    return Blocks(
+        size=info.block_size,
+        nbytes=runner.block_bytes,
+        least=1 + (runner.state.max_blocks if config.max_model_len else 1),
+        longer_tables=0 if config.max_model_len else position * (spec.max_model_len - info.max_model_len),
     )
-    if error is not None:
-        raise _too_large_steps(error, runner, shares) from error
-    return shares
 
 
-def _num_blocks(runner: ModelRunner, config: EngineConfig, shares: Shares | None) -> int:
-    most = most_blocks(config, runner.block_bytes, runner.device)
-    if config.num_gpu_blocks_override:
-        if shares is not None:
-            _check_override(runner, shares, most)
-        return most
-    useful = config.max_num_seqs * runner.state.max_blocks + 1  # all slots full, and the null block
-    if config.enable_prefix_caching:
-        useful = max(useful, MOST_CACHED)
-    if shares is not None:
-        most = shares.kv_cache // runner.block_bytes
-        if shares.others > shares.total * (1 - shares.utilization):
-            logger.warning("others hold %s: less than gpu_memory_utilization is left", gib(shares.others))
-    num_blocks = min(useful, most)
-    _check_room(runner, config, shares, num_blocks)
-    return num_blocks
-
-
-def _check_room(runner: ModelRunner, config: EngineConfig, shares: Shares | None, num_blocks: int) -> None:
-    """The null block and one sequence of full length must fit; without a max_model_len any length will do."""
-    size, need = runner.info.block_size, 1 + (runner.state.max_blocks if config.max_model_len else 1)
-    if num_blocks >= need:
-        return
-    need_bytes = need * runner.block_bytes
-    settings = [f"max_model_len {(num_blocks - 1) * size}"] if num_blocks > 1 else []
-    if shares is None:
-        settings.append(f"kv_cache_memory_gib {fitting_gib(need_bytes):g}")
+def _device_blocks(runner: ModelRunner, config: EngineConfig) -> tuple[int, Shares]:
+    shares, fault = measure(runner, config)
+    asked, blocks = config.num_gpu_blocks_override, _blocks(runner, config)
+    room = (replace(shares, utilization=1.0) if asked else shares).kv_cache // blocks.nbytes
+    num_blocks = asked or min(_useful_blocks(runner, config), room)
+    if not fault and room >= (asked or blocks.least):
+        return num_blocks, shares
+    if fault:
+        what = f"the largest step does not fit beside the weights: {fault}"
+    elif asked:
+        what = f"num_gpu_blocks_override {asked} takes {gib(asked * blocks.nbytes)} of KV cache"
     else:
-        share = shares.fitting_utilization(need_bytes + MARGIN) or shares.fitting_utilization(need_bytes)
-        if share is not None:
-            settings.append(f"gpu_memory_utilization {share:.2f}")
-        if replace(shares, activations=SLACK).kv_cache >= need_bytes:
-            settings.append("a lower max_num_batched_tokens or max_num_seqs")
-    what = f"the KV cache would hold {num_blocks} blocks of {size} tokens and needs {need}"
-    raise _refusal(what, settings, runner, shares, num_blocks)
+        what = _too_few(num_blocks, blocks)
+    table = _table(shares, runner, num_blocks)  # of this start, before smaller ones are tried
+    ways = [] if fault else shares.ways_out(config, blocks)
+    if not ways or len(ways[0]) > 1:
+        ways = smaller_steps(lambda _: runner, config, ways)
+    raise no_room(what, ways, f"\n{table}")
 
 
-def fitting_gib(size: int) -> float:
-    """A little more than `size` bytes, in GiB with few digits."""
-    scale: int = 10 ** max(3 - math.floor(math.log10(size / GIB)), 0)
-    return (size * scale // GIB + 1) / scale
+def _host_blocks(runner: ModelRunner, config: EngineConfig) -> int:
+    num_blocks, blocks = most_blocks(config, runner.block_bytes, runner.device), _blocks(runner, config)
+    if config.num_gpu_blocks_override:
+        return num_blocks
+    num_blocks = min(_useful_blocks(runner, config), num_blocks)
+    if num_blocks >= blocks.least:
+        return num_blocks
+    ways: list[Settings] = [{"max_model_len": (num_blocks - 1) * blocks.size}] if num_blocks > 1 else []
+    ways.append({"kv_cache_memory_gib": fitting_gib(blocks.least * blocks.nbytes)})
+    raise no_room(_too_few(num_blocks, blocks), ways)
 
 
-def _check_override(runner: ModelRunner, shares: Shares, num_blocks: int) -> None:
-    """The setting goes before gpu_memory_utilization, but not beyond the device."""
-    room, size = replace(shares, utilization=1.0).kv_cache, runner.block_bytes
-    if num_blocks * size <= room:
-        return
-    what = f"num_gpu_blocks_override {num_blocks} takes {gib(num_blocks * size)} of KV cache"
-    fits = max((room - MARGIN) // size, min(room // size, 2))
-    settings = [f"num_gpu_blocks_override {fits}"] if fits > 1 else []
-    raise _refusal(what, settings, runner, shares, num_blocks)
+def _useful_blocks(runner: ModelRunner, config: EngineConfig) -> int:
+    useful: int = config.max_num_seqs * runner.state.max_blocks + 1  # all slots full, and the null block
+    return max(useful, MOST_CACHED) if config.enable_prefix_caching else useful
 
 
-def _too_large_steps(error: Exception, runner: ModelRunner, shares: Shares) -> WavecoreError:
-    fits = replace(shares, activations=SLACK, utilization=1.0).kv_cache >= 2 * runner.block_bytes
-    settings = ["a lower max_num_batched_tokens or max_num_seqs"] if fits else []
-    what = f"the largest step does not fit beside the weights: {first_line(error)}"
-    return _refusal(what, settings, runner, shares, 0)
+def _too_few(num_blocks: int, blocks: Blocks) -> str:
+    return f"the KV cache would hold {num_blocks} blocks of {blocks.size} tokens and needs {blocks.least}"
 
 
-def _refusal(
-    what: str, settings: list[str], runner: ModelRunner, shares: Shares | None, num_blocks: int
-) -> WavecoreError:
-    """What does not fit, the settings that would, and the table."""
-    table = "" if shares is None else "\n" + _table(shares, runner, num_blocks)
-    if settings:
-        return ConfigError(f"{what}; it would fit with {' or '.join(settings)}{table}")
-    return ResourceError(
-        f"{what}, and no setting makes room beside what others hold: end them, or take another GPU, a smaller dtype "
-        f"or a smaller model{table}"
-    )
+def _smaller_cache(runner: ModelRunner, config: EngineConfig, shares: Shares | None) -> list[Settings]:
+    """The device did not give what was free when it was measured: others hold more. A host nobody had measured."""
+    blocks = _blocks(runner, config)
+    if shares is None:
+        fits = host_memory()[0] * 9 // 10 // blocks.nbytes
+        if fits < blocks.least:
+            return []
+        if config.num_gpu_blocks_override:
+            return [{"num_gpu_blocks_override": fits}]
+        return [{"kv_cache_memory_gib": fitting_gib(fits * blocks.nbytes)}]
+    free, total = torch.cuda.mem_get_info(runner.device)
+    others = total - free - torch.cuda.memory_reserved(runner.device)
+    share = (total - others - MARGIN) * 100 // total / 100
+    ways = replace(shares, others=others, utilization=share).ways_out(config, blocks)
+    return ways if config.num_gpu_blocks_override else [{"gpu_memory_utilization": share, **way} for way in ways]
 
 
 def _check_swap_space(config: EngineConfig, size: int) -> None:
     """Pinned memory is taken at once, and no other process can have it any more."""
     free, _ = host_memory()
     if size > free:
-        raise ConfigError(f"swap_space_gib {config.swap_space_gib:g}: only {gib(free)} of host memory are free")
-
-
-def _size_setting(config: EngineConfig, runner: ModelRunner) -> str:
-    if config.num_gpu_blocks_override:
-        return "num_gpu_blocks_override"
-    return "kv_cache_memory_gib" if runner.device.type == "cpu" else "gpu_memory_utilization"
+        what = f"swap_space_gib {config.swap_space_gib:g}: only {gib(free)} of host memory are free"
+        raise no_room(what, [{"swap_space_gib": free * 5 // GIB / 10}])
 
 
 def _table(shares: Shares, runner: ModelRunner, num_blocks: int) -> str:

@@ -1,4 +1,4 @@
-"""Runs step plans on one device: one vector in, the model, sampling, one vector out; uploads and swaps beside them.
+"""Runs step plans on one device: one vector in, the model, sampling, one vector out; block copies and uploads beside.
 
 On CUDA `launch` queues the step's work and returns, whatever the device does meanwhile; `wait` waits for an event
 behind the copy of its tokens. On a CPU `launch` only notes the plan and `wait` computes it, so that two steps in flight
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 
 from wavecore.engine_core import debug, row_extras
+from wavecore.engine_core.block_copies import BlockCopies
 from wavecore.engine_core.host_memory import pinned_zeros
 from wavecore.engine_core.launched import Deferred, Launched
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.plan import F32, I32, OutOfMemory, PendingStep, RunnerInfo, StepPlan
 from wavecore.engine_core.row_extras import Extras
+from wavecore.engine_core.shares import GIB
 from wavecore.engine_core.slot_state import EDITS, EMBEDS, LOGPROBS, POOLS, PROMPT_LOGPROBS, TRUNCATES, SlotState
 from wavecore.engine_core.step_copies import CopyOut, zeros
 from wavecore.engine_core.step_shape import StepShape
-from wavecore.engine_core.swap_stream import SwapStream
 from wavecore.kernels import ops
 from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
 from wavecore.kernels.sampling_rows import SamplingRows
 from wavecore.transport.errors import ResourceError
 
-GIB = 1 << 30
 Hidden = tuple[Batch, Tensor, Tensor]
 
 
@@ -52,7 +52,7 @@ class ModelRunner:
         self.buffers = BatchBuffers.allocate(max_num_batched_tokens, max_num_seqs, self.state.max_blocks, self.device)
         extras = row_extras.room_for_extras(max_num_batched_tokens, max_num_seqs, info.hidden_size)
         self.out = CopyOut(max_num_seqs, extras, self.device)
-        self.swaps = SwapStream(self.device)
+        self.copies = BlockCopies(self.device, self.state.uploads)
         self.bucket_limits = None if self.device.type == "cpu" else (max_num_batched_tokens, max_num_seqs)
         self.pages = self.host_pages = torch.empty(0)
 
@@ -77,7 +77,7 @@ class ModelRunner:
             size = num_host_blocks * self.block_bytes / GIB
             raise ResourceError(
                 f"the host cannot give {size:.3g} GiB of memory for swapped blocks: {first_line(error)}; "
-                "lower swap_space_gib"
+                "it would start with swap_space_gib 0"
             ) from error
         self.info = replace(self.info, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         if num_host_blocks:
@@ -99,23 +99,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> Launched:
-        """Begin the plan's transfer, apply its events, run its rows, and begin to fetch what they produce."""
+        """Begin the plan's block copies, apply its events, run its rows, and begin to fetch what they produce."""
         with self._out_of_memory(plan):
-            self.swaps.join(plan.after)
-            self.swaps.start(plan, self.pages, self.host_pages)
+            self.copies.join(plan.after)
+            self.copies.start(plan, self.pages, self.host_pages)
             shape = StepShape.of(plan, self.bucket_limits)
             self.state.admit(plan.admitted)
             asked = self.state.asked(shape)
             asking = row_extras.logprob_rows(shape, self.state) if asked & LOGPROBS else None
-            changes = self.state.input.bring(plan, shape, asking, self.state.sampling.host_columns)
-            if len(plan.copies):  # on the step's own stream: its rows need them at once
-                ops.copy_blocks(self.pages, changes.copies.long())
-            self.state.apply(changes)
+            self.state.apply(self.state.input.bring(plan, shape, asking, self.state.sampling.host_columns))
+            self.copies.join_copies()
             if not len(shape.slots):
-                return Launched(shape, None, Extras(), self.swaps)
+                return Launched(shape, None, Extras(), self.copies)
             self.out.clear()
             extras = self._run(shape, asked, asking)
-            return Launched(shape, self.out.send(), extras, self.swaps)
+            return Launched(shape, self.out.send(), extras, self.copies)
 
     def _run(self, shape: StepShape, asked: int, asking: I32 | None) -> Extras:
         """Queue a step's rows.
@@ -149,11 +147,8 @@ class ModelRunner:
             slots=views.slots,
             starts=views.starts,
             query_start=views.query_start,
-            num_tokens=shape.num_tokens,
-            num_rows=len(shape.slots),
             num_decode_rows=shape.num_decode_rows,
             max_query_len=shape.max_query_len,
-            max_seq_len=shape.max_seq_len,
             bucket_tokens=shape.bucket_tokens,
         )
 

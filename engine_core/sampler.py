@@ -36,7 +36,7 @@ from wavecore.engine_core.sampling_params import (
 )
 from wavecore.engine_core.step_copies import zeros
 from wavecore.engine_core.uploads import Uploads
-from wavecore.kernels.sampling_rows import SEEN_IN_PROMPT, SamplingRows
+from wavecore.kernels.sampling_rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
 
 # Name, dtype, values a slot; the 64-bit column first, for its alignment.
 COLUMNS: tuple[tuple[str, type[np.generic], int], ...] = (
@@ -56,7 +56,6 @@ COLUMNS: tuple[tuple[str, type[np.generic], int], ...] = (
 )
 TORCH: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.float32: torch.float32, np.int32: torch.int32}
 COLUMN_SIZE = sum(width * np.dtype(kind).itemsize // 4 for _, kind, width in COLUMNS)  # int32 values a slot
-FOREVER = (1 << 31) - 1
 WORDS = 2 * MAX_BAD_WORDS  # with and without a space before them
 
 
@@ -161,7 +160,7 @@ class SamplingState:
     def _put_biases(self, admission: Admission) -> int:
         """Write the slot's biases and bans; how many there are."""
         slot, params = admission.slot, admission.params
-        entries = [(token, value, FOREVER) for token, value in (params.logit_bias or {}).items()]
+        entries = [(token, value, NO_LIMIT) for token, value in (params.logit_bias or {}).items()]
         if params.min_tokens:
             until = admission.num_prompt + params.min_tokens
             stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos)}

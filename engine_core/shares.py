@@ -6,9 +6,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from wavecore.engine_core.config import EngineConfig
+from wavecore.transport.errors import ConfigError, ResourceError, WavecoreError
+
 GIB = 1 << 30
+MARGIN = 128 << 20  # no two starts measure quite the same: what one suggests should fit the next
+Settings = dict[str, float | str]
+"""A few settings with other values, which together make room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What a KV cache is made of.
+
+    Attributes:
+        size, nbytes: tokens and bytes of a block.
+        least: the null block and one sequence of max_model_len; without one any length will do.
+        longer_tables: bytes by which a larger cache may lengthen the tables of requests.
+    """
+
+    size: int
+    nbytes: int
+    least: int
+    longer_tables: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +62,27 @@ class Shares:
         room = min(int(self.total * self.utilization), self.total - self.others)
         return max(0, room - self.weights - self.tables - self.activations - self.graphs)
 
+    def ways_out(self, config: EngineConfig, blocks: Blocks) -> list[Settings]:
+        """Settings that make room for the least KV cache, with a margin; an empty one where none need change."""
+        asked = config.num_gpu_blocks_override
+        if asked:
+            fits = (replace(self, utilization=1.0).kv_cache - MARGIN) // blocks.nbytes
+            return [{}] if fits >= asked else [{"num_gpu_blocks_override": fits}] if fits > 1 else []
+        need = blocks.least * blocks.nbytes + MARGIN
+        if self.kv_cache >= need:
+            return [{}]
+        ways: list[Settings] = []
+        share = self.fitting_utilization(need + blocks.longer_tables)
+        if share is not None:
+            ways.append({"gpu_memory_utilization": share})
+        length = ((self.kv_cache - MARGIN) // blocks.nbytes - 1) * blocks.size
+        if config.max_model_len and length > 0:
+            ways.append({"max_model_len": length})
+        if ways or self.utilization == 1 or not config.max_model_len:
+            return ways
+        wide = replace(self, utilization=1.0).ways_out(config, blocks)
+        return [{"gpu_memory_utilization": 1.0, **way} for way in wide]
+
     def fitting_utilization(self, kv_cache: int) -> float | None:
         """The least gpu_memory_utilization, in hundredths, that leaves `kv_cache` bytes; None: others hold too much."""
         least = self.weights + self.tables + self.activations + self.graphs + kv_cache
@@ -64,3 +108,18 @@ class Shares:
         rows += [("left free", self.total - sum(size for _, size in rows)), ("total", self.total)]
         lines = (f"  {size / GIB:8.2f} GiB  {name}" for name, size in rows)
         return f"GPU memory, gpu_memory_utilization {self.utilization:g}\n" + "\n".join(lines)
+
+
+def no_room(what: str, ways: Sequence[Settings], table: str = "") -> WavecoreError:
+    """A refusal: what does not fit, the settings under which it would, and the table."""
+    if ways:
+        words = ", or ".join(_words(way) for way in ways)
+        return ConfigError(f"{what}; it would fit with {words}{table}")
+    return ResourceError(
+        f"{what}, and no setting makes room beside what others hold: end them, or take another device or a smaller "
+        f"model{table}"
+    )
+
+
+def _words(way: Settings) -> str:
+    return " and ".join(f"{name} {value}" for name, value in way.items()) or "these settings, started again"

@@ -16,7 +16,7 @@ from torch import Tensor
 from wavecore.engine_core.plan import F32, Admission, RunnerInfo
 from wavecore.engine_core.sampler import COLUMN_SIZE, SamplingState
 from wavecore.engine_core.step_copies import zeros
-from wavecore.engine_core.step_input import Changes, StepInput
+from wavecore.engine_core.step_input import StepInput
 from wavecore.engine_core.step_shape import StepShape
 from wavecore.engine_core.uploads import Uploads
 
@@ -93,11 +93,11 @@ class SlotState:
         """What any row of a step asks for."""
         return int(np.bitwise_or.reduce(self.asks[shape.slots], initial=0))
 
-    def apply(self, changes: Changes) -> None:
-        """Write the entries of the block table."""
-        if changes.table.shape[1]:
-            place = changes.table[:2].long()  # a place in the flat table may not fit 32 bits
-            self.block_table.index_put_((place[0], place[1]), changes.table[2])
+    def apply(self, entries: Tensor) -> None:
+        """Write entries [3, E] of the block table, as `StepInput.bring` returns them."""
+        if entries.shape[1]:
+            place = entries[:2].long()  # a place in the flat table may not fit 32 bits
+            self.block_table.index_put_((place[0], place[1]), entries[2])
 
     def insert_embeds(self, x: Tensor, shape: StepShape) -> None:
         """Put given prompt embeddings in the place of the tokens' in x [T, hidden]; only the step's part is brought."""
@@ -107,7 +107,7 @@ class SlotState:
             given = self.embeds[slot]
             part = given[start:end]
             if len(part):
-                x[at : at + len(part)] = self.uploads.new(part, torch.float32)
+                x[at : at + len(part)] = self.uploads.new(part)
             if end >= len(given):
                 del self.embeds[slot]
                 self.asks[slot] &= ~np.uint8(EMBEDS)

@@ -47,19 +47,6 @@ class RowViews:
     logprob_rows: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What a plan changes in the tables, on the device.
-
-    Attributes:
-        copies: int32 [C, 2] of (source block, destination block).
-        table: int32 [3, E]: slots, indices and block ids of entries of the block table.
-    """
-
-    copies: Tensor
-    table: Tensor
-
-
 class StepInput:
     """The vector of one engine.
 
@@ -82,21 +69,23 @@ class StepInput:
         self._rows = self.copy.target[: self.changes_at].view(len(PADDING), self.width)
         self._views: dict[int, RowViews] = {}
 
-    def bring(self, plan: StepPlan, shape: StepShape, logprob_rows: I32 | None, columns: I32) -> Changes:
+    def bring(self, plan: StepPlan, shape: StepShape, logprob_rows: I32 | None, columns: I32) -> Tensor:
         """Queue the copies of a step.
 
         Args:
             logprob_rows: device rows that report log-probabilities of their token, if any.
             columns: sampling parameters on the host, brought when a slot begins.
+
+        Returns:
+            int32 [3, E] on the device: slots, indices and block ids of new entries of the block table.
         """
         host = self.copy.room()
         self._fill(host[: self.changes_at].reshape(len(PADDING), self.width), shape, logprob_rows)
-        num_copies, entries = len(plan.copies), len(plan.block_ids)
-        size = 2 * num_copies + 3 * entries
+        size = 3 * len(plan.block_ids)
         parts = [slice(0, self.changes_at)]
         values = host[:0]
         if size:
-            values = np.concatenate((plan.copies.ravel(), plan.block_slots, plan.block_indices, plan.block_ids))
+            values = np.concatenate((plan.block_slots, plan.block_indices, plan.block_ids))
         if 0 < size <= self.room:
             host[self.changes_at : self.changes_at + size] = values
             parts = [slice(0, self.changes_at + size)]
@@ -105,10 +94,8 @@ class StepInput:
             parts.append(slice(self.columns_at, None))
         self.copy.send(*parts)
         if size > self.room:
-            changes = self.uploads.new(values, torch.int32)
-        else:
-            changes = self.copy.target[self.changes_at : self.changes_at + size]
-        return Changes(changes[: 2 * num_copies].view(-1, 2), changes[2 * num_copies :].view(3, -1))
+            return self.uploads.new(values).view(3, -1)
+        return self.copy.target[self.changes_at : self.changes_at + size].view(3, -1)
 
     def rows(self, count: int) -> RowViews:
         """The rows of a step padded to `count`."""

@@ -26,7 +26,7 @@ class StepShape:
         slots, starts, query_lens, ends: int32 [rows]; ends = starts + query_lens.
         samples: bool [rows].
         num_samples: how many rows sample.
-        max_query_len, max_seq_len: over the rows; 0 without rows.
+        max_query_len: over the rows; 0 without rows.
         bucket_tokens, bucket_rows: the sizes with padding.
     """
 
@@ -40,7 +40,6 @@ class StepShape:
     num_tokens: int
     num_decode_rows: int
     max_query_len: int
-    max_seq_len: int
     bucket_tokens: int
     bucket_rows: int
 
@@ -79,7 +78,6 @@ class StepShape:
             num_tokens=tokens,
             num_decode_rows=decode,
             max_query_len=longest,
-            max_seq_len=int(ends.max()) if rows else 0,
             bucket_tokens=bucket_tokens,
             bucket_rows=bucket_rows,
         )

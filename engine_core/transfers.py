@@ -1,4 +1,4 @@
-"""Blocks on their way between device and host: who owns them meanwhile. Bookkeeping; `swap_stream` copies.
+"""Blocks on their way between device and host: who owns them meanwhile. Bookkeeping; `block_copies` copies.
 
 The swaps of a plan are one transfer. It owns a reference to every block that it reads or writes until it lands: until
 the runner said that it is done, or until all further plans are told to run behind it.

@@ -58,8 +58,9 @@ class Uploads:
         if self._used:
             self._close_piece().wait()
 
-    def new(self, values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
-        """The values in a tensor of their shape, for what the current stream does next."""
+    def new(self, values: npt.NDArray[Any]) -> Tensor:
+        """The values in a tensor of their shape and dtype, for what the current stream does next."""
+        dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
         if self.stream is None:
             target = torch.empty(values.shape, dtype=dtype)
             self.write(target, values)

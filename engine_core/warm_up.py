@@ -1,12 +1,13 @@
 """Runs every kind of step before the first request comes, so that no request waits for what happens only once.
 
-A Triton kernel is compiled at its first launch. A matrix product's kernel is loaded when a shape first needs it, and
-loading waits until the device has nothing to do. And the largest steps show how much memory steps need.
+A Triton kernel is compiled at its first launch. Every kernel is loaded at its first launch, torch's own and those of
+matrix products as well, which depend on the shape; and loading waits until the device has nothing to do. And the
+largest steps show how much memory steps need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.plan import I32, Admission, StepPlan, pairs, table_columns
+from wavecore.engine_core.row_extras import CHUNK
 from wavecore.engine_core.runner import ModelRunner
 from wavecore.engine_core.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.engine_core.step_shape import MAX_BUCKET, bucket
@@ -57,54 +59,84 @@ class Sizes:
 
 
 def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
-    """Run the largest steps with every option, then one of every size; all positions lie on block 1.
+    """Run the largest steps with every option, steps with rare kernels, one of every size; all positions on block 1.
 
     Needs a KV cache of two blocks or more, whose contents it spoils. Leaves no request's state behind.
 
     Raises:
         OutOfMemory: the largest step does not fit.
     """
-    sizes = Sizes.of(runner, config)
+    sizes, everything = Sizes.of(runner, config), _everything(runner)
     runner.state.block_table.fill_(1)
+    plans = chain(
+        _all_options(sizes, everything, runner.info.hidden_size),  # first, as they need most memory
+        _rare_kernels(sizes, everything, runner.state.block_table.shape[1]),
+        _few_options(sizes),
+        () if runner.bucket_limits is None else _every_size(sizes),
+    )
     try:
-        for plan in chain(_largest(sizes, runner), _every_size(sizes, runner)):
+        for plan in plans:
             runner.start(plan).wait()
     finally:
         runner.state.block_table.zero_()
 
 
-def full_decode(runner: ModelRunner, config: EngineConfig) -> StepPlan:
-    """A decode step of all rows with every option of sampling, on block 0."""
+def largest_graph(runner: ModelRunner, config: EngineConfig) -> StepPlan:
+    """The largest step that a graph can be for, on block 0: all rows, and tokens as far as they are padded, with every
+    option of sampling."""
     sizes = Sizes.of(runner, config)
-    rows, params = sizes.decode(sizes.rows), replace(_everything(runner), logprobs=None, prompt_logprobs=None)
-    return _plan(rows, [_admission(i, row, params) for i, row in enumerate(rows)])
+    sizes = replace(sizes, tokens=max(min(sizes.tokens, MAX_BUCKET), sizes.rows))
+    return _admitting(sizes.mixed(), replace(_everything(runner), logprobs=None, prompt_logprobs=None))
 
 
-def _largest(sizes: Sizes, runner: ModelRunner) -> Iterator[StepPlan]:
-    """Prefill, decode and mixed steps: first with all options, which need most memory, last without any."""
+def _all_options(sizes: Sizes, everything: SamplingParams, hidden_size: int) -> Iterator[StepPlan]:
+    """Prefill, decode and mixed steps of all that a plan may hold, with all that a request may ask for."""
     prefill, decode, mixed = sizes.prefill(sizes.tokens), sizes.decode(sizes.rows), sizes.mixed()
-    embeds = np.zeros((min(sizes.length, sizes.tokens), runner.info.hidden_size), np.float32)
+    embeds = np.zeros((min(sizes.length, sizes.tokens), hidden_size), np.float32)
     for more in ({"prompt_embeds": embeds}, {"pooling": "mean"}, {"pooling": "last"}):
-        admitted = [_admission(i, row, _everything(runner), **more) for i, row in enumerate(prefill)]
-        yield _plan(prefill, admitted, samples="pooling" not in more, copies=((1, 1),))
-    one = sizes.decode(1)
-    yield _plan(one, [_admission(0, one[0], _everything(runner))])
+        yield _admitting(prefill, everything, samples="pooling" not in more, copies=((1, 1),), **more)
+    for rows in (mixed, prefill, decode):
+        yield _admitting(rows, everything)
+
+
+def _rare_kernels(sizes: Sizes, everything: SamplingParams, max_blocks: int) -> Iterator[StepPlan]:
+    """Small steps for kernels that no large one launches: torch has several of an operation, and takes one by size."""
+    # Log-probabilities: how topk selects depends on the positions, if the vocabulary is small (ATen's TensorTopK.cu: up
+    # to 20, 40, more), how it sorts on the alternatives (Sort.cu: up to 32, more), and one position is a case of its
+    # own for most operations. A prompt with a token more than its row reports as many positions as the row is long.
+    for count in (min(2, everything.logprobs or 0), everything.logprobs):
+        params = replace(everything, logprobs=count, prompt_logprobs=count)
+        yield _admitting(sizes.decode(1), params)
+        for positions in (20, 40, CHUNK):
+            length = min(positions + 1, sizes.length)
+            row = 0, min(positions, sizes.tokens, length)
+            yield _plan([row], [_admission(0, length, params)], samples=False)
+    # A request that comes back has its output counted: up to 16 tokens, and more (Indexing.cu's index_add_).
+    for length in (min(2, sizes.length), min(18, sizes.length)):
+        yield _plan([(0, 1)], [_admission(0, length, everything, output=length - 1)])
+    # A prompt pooled in two steps: the second one adds what the first has kept.
+    if sizes.length > 1:
+        yield _plan([(0, 1)], [_admission(0, 2, everything, pooling="mean")], samples=False)
+        yield _plan([(1, 1)], samples=False)
+    # A sequence gets all its blocks at once; no other step here changes the block table.
+    yield _plan([(0, 1)], entries=[(0, 0, [1] * max_blocks)])
+
+
+def _few_options(sizes: Sizes) -> Iterator[StepPlan]:
+    """Steps of all that a plan may hold with ever fewer options; the last ones leave none behind."""
+    prefill, decode, mixed = sizes.prefill(sizes.tokens), sizes.decode(sizes.rows), sizes.mixed()
     for params in (
-        _everything(runner),
         SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0),
         SamplingParams(temperature=1.0, seed=0),
         SamplingParams(temperature=0.0, seed=0),
     ):
         for rows in (mixed, prefill, decode):
-            admitted = [_admission(i, row, params) for i, row in enumerate(rows)]
-            yield _plan(rows, admitted)
+            yield _admitting(rows, params)
     yield _plan(prefill, samples=False)
 
 
-def _every_size(sizes: Sizes, runner: ModelRunner) -> Iterator[StepPlan]:
+def _every_size(sizes: Sizes) -> Iterator[StepPlan]:
     """A decode step of each padded number of rows, a prefill step of each padded number of tokens, and some above."""
-    if runner.bucket_limits is None:
-        return
     for rows in buckets(sizes.rows):
         yield _plan(sizes.decode(rows))
     for tokens in (*buckets(min(sizes.tokens, MAX_BUCKET)), *_unpadded(sizes.tokens)):
@@ -142,16 +174,28 @@ def _everything(runner: ModelRunner) -> SamplingParams:
     return SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, min_tokens=1, seed=0, **options)
 
 
-def _admission(slot: int, row: Row, params: SamplingParams, **more: Any) -> Admission:
-    """A prompt of the row's length; the tokens before the row's start do not matter."""
-    _, length = row
+def _admission(slot: int, length: int, params: SamplingParams, *, output: int = 0, **more: Any) -> Admission:
+    """A request of so many tokens; the last ones are output, if it comes back after a preemption."""
     if "prompt_embeds" in more:
         more["prompt_embeds"] = more["prompt_embeds"][:length]
-    return Admission(slot, np.zeros(length, np.int32), length, params, **more)
+    return Admission(slot, np.zeros(length, np.int32), length - output, params, **more)
+
+
+def _admitting(
+    rows: list[Row], params: SamplingParams, *, samples: bool = True, copies: tuple[Row, ...] = (), **more: Any
+) -> StepPlan:
+    """Every row begins a request as long as the row; the tokens before the row's start do not matter."""
+    admitted = [_admission(slot, length, params, **more) for slot, (_, length) in enumerate(rows)]
+    return _plan(rows, admitted, samples=samples, copies=copies)
 
 
 def _plan(
-    rows: list[Row], admitted: list[Admission] | None = None, samples: bool = True, copies: tuple[Row, ...] = ()
+    rows: list[Row],
+    admitted: Sequence[Admission] = (),
+    *,
+    samples: bool = True,
+    copies: tuple[Row, ...] = (),
+    entries: Sequence[tuple[int, int, list[int]]] = (),
 ) -> StepPlan:
     starts, lengths = _columns(rows)
     return StepPlan(
@@ -163,9 +207,9 @@ def _plan(
         swap_out=pairs(()),
         swap_in=pairs(()),
         copies=pairs(copies),
-        admitted=tuple(admitted or ()),
+        admitted=tuple(admitted),
         after=-1,
-        **table_columns(()),
+        **table_columns(entries),
     )
 
 

@@ -19,7 +19,7 @@ from wavecore.engine_core.device_memory import check_weights
 from wavecore.engine_core.model_files import Progress, weight_files
 from wavecore.engine_core.model_spec import ModelSpec
 from wavecore.engine_core.weight_names import Part, hf_parts
-from wavecore.transport.errors import ModelError
+from wavecore.transport.errors import ModelError, WavecoreError
 
 Parameters = dict[str, torch.Tensor]
 
@@ -43,7 +43,7 @@ def load_folder(
 
     Raises:
         ModelError: naming the file: truncated, a tensor missing, unknown, or of another shape than config.json says.
-        ResourceError: the device has no room for them.
+        ResourceError, ConfigError: the device has no room for them.
     """
     path = folder
     try:
@@ -53,7 +53,7 @@ def load_folder(
                 stored += _tensors(path, stack.enter_context(safe_open(path, "pt", device=str(device))), spec)
             return fill(stored, hf_parts(spec), spec, dtype, device, folder, progress)
     except (SafetensorError, OSError, ValueError) as error:
-        if isinstance(error, ModelError):
+        if isinstance(error, WavecoreError):
             raise
         raise ModelError(f"{path} cannot be read as safetensors: {error}; download it again") from error
 
@@ -84,7 +84,7 @@ def fill(
 
     Raises:
         ModelError: a tensor that is missing, unknown, or of another shape.
-        ResourceError: the device has no room for them all.
+        ResourceError, ConfigError: the device has no room for them all.
     """
     missing = set(parts)
     for tensor in stored:

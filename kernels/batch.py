@@ -19,37 +19,34 @@ from torch import Tensor
 class Batch:
     """One step, padded to a bucket of T tokens and R rows.
 
-    Padding tokens have row -1 and slot -1 (nothing is written); padding rows have no query and length 0. Kernels
-    yield zeros there. Make a new object for each forward pass (also over the same buffers): `shared` lives as long.
+    Padding tokens have id 0, position 0 and slot -1: their keys and values are written nowhere, their rotated queries
+    and their attention are zero, whatever their hidden state holds. That one is what the layers make of token 0 by
+    itself; no real token reads it. Padding rows have no query, length 0 and sample_index 0: attention skips them, and
+    `sample` yields -1 for slot -1. Make a new object for each forward pass (also over the same buffers): `shared`
+    lives as long.
 
     Attributes:
         token_ids: int32 [T].
         positions: int32 [T], place of each token in its sequence.
         slot_mapping: int64 [T], page * page_size + offset where the token's key and value go, or -1.
-        row_of_token: int32 [T], or -1.
         query_start: int32 [R + 1], first token of each row.
         seq_lens: int32 [R], tokens of the sequence, this step's included.
         block_tables: int32 [R, max_blocks], pages of each row; entries beyond its length are never read.
         sample_index: int64 [R], index of the row's last token (0 for padding rows).
-        num_tokens, num_rows: without padding where the host knows them, else T and R.
         num_decode_rows: upper bound of rows with one query token.
-        max_query_len, max_seq_len: upper bounds over the rows.
+        max_query_len: upper bound over the rows.
         shared: what the first layer of a pass computes and the others reuse (task maps, masks, gathers).
     """
 
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    row_of_token: Tensor
     query_start: Tensor
     seq_lens: Tensor
     block_tables: Tensor
     sample_index: Tensor
-    num_tokens: int
-    num_rows: int
     num_decode_rows: int
     max_query_len: int
-    max_seq_len: int
     shared: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -60,7 +57,6 @@ class BatchBuffers:
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    row_of_token: Tensor
     seq_lens: Tensor
     block_tables: Tensor
     sample_index: Tensor
@@ -74,10 +70,24 @@ class BatchBuffers:
             token_ids=zeros(max_tokens),
             positions=zeros(max_tokens),
             slot_mapping=zeros(max_tokens, dtype=torch.int64),
-            row_of_token=zeros(max_tokens),
             seq_lens=zeros(max_rows),
             block_tables=zeros(max_rows, max_blocks),
             sample_index=zeros(max_rows, dtype=torch.int64),
+        )
+
+    def view(self, rows: StepRows) -> Batch:
+        """The batch of a step whose columns have been filled (or will be, by what is queued on the device)."""
+        count, tokens = len(rows.slots), rows.bucket_tokens
+        return Batch(
+            token_ids=self.token_ids[:tokens],
+            positions=self.positions[:tokens],
+            slot_mapping=self.slot_mapping[:tokens],
+            query_start=rows.query_start,
+            seq_lens=self.seq_lens[:count],
+            block_tables=self.block_tables[:count],
+            sample_index=self.sample_index[:count],
+            num_decode_rows=rows.num_decode_rows,
+            max_query_len=rows.max_query_len,
         )
 
 
@@ -89,16 +99,13 @@ class StepRows:
         slots: int32 [R], -1 for padding rows.
         starts: int32 [R], position of each row's first query token.
         query_start: int32 [R + 1]; padding rows repeat the number of tokens.
-        num_tokens, num_rows, num_decode_rows, max_query_len, max_seq_len: as in `Batch`.
-        bucket_tokens: T, at least num_tokens.
+        num_decode_rows, max_query_len: as in `Batch`.
+        bucket_tokens: T, at least the number of tokens.
     """
 
     slots: Tensor
     starts: Tensor
     query_start: Tensor
-    num_tokens: int
-    num_rows: int
     num_decode_rows: int
     max_query_len: int
-    max_seq_len: int
     bucket_tokens: int

@@ -22,8 +22,8 @@ def _copy_pages(pages_ptr, pairs_ptr, size, BLOCK: tl.constexpr):
     parts = tl.cdiv(size, BLOCK)
     pair = tl.program_id(0) // parts  # one axis: either number can be above the 65,535 of the others
     part = (tl.program_id(0) % parts).to(tl.int64)
-    source = tl.load(pairs_ptr + 2 * pair)
-    target = tl.load(pairs_ptr + 2 * pair + 1)
+    source = tl.load(pairs_ptr + 2 * pair).to(tl.int64)
+    target = tl.load(pairs_ptr + 2 * pair + 1).to(tl.int64)
     i = part * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     tl.store(pages_ptr + target * size + i, tl.load(pages_ptr + source * size + i, mask=inside), mask=inside)

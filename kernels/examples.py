@@ -36,11 +36,8 @@ def step_rows(
         slots=column([*range(rows)] + [-1] * pad_rows),
         starts=column(starts + [0] * pad_rows),
         query_start=column(query_start + [tokens] * pad_rows),
-        num_tokens=tokens,
-        num_rows=rows,
         num_decode_rows=sum(n == 1 for n in query_lens),
         max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
         bucket_tokens=tokens + pad_tokens,
     )
 
@@ -186,7 +183,7 @@ def _sample(like: Tensor) -> Args:
 
 
 def _copies(like: Tensor) -> Args:
-    pairs = torch.tensor([[1, 2], [4, 3]], dtype=torch.int64, device=like.device)
+    pairs = torch.tensor([[1, 2], [4, 3]], dtype=torch.int32, device=like.device)
     return make_pages(5, 2, 2, 4, 64, like), pairs
 
 

@@ -83,6 +83,7 @@ def _norm_rope_write(
     BLOCK_D: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (head < HQ + 2 * HKV) & (d < DIM)
@@ -102,8 +103,8 @@ def _norm_rope_write(
     sin = tl.load(angles + ROT // 2, mask=rotated, other=0.0)
     turned = x * cos + y * tl.where(d < ROT // 2, -sin, sin)
     result = tl.where(head < HQ + HKV, turned.to(raw.dtype), raw)
+    result = tl.where(slot >= 0, result, 0.0)  # queries of padding tokens; a select, so that not even NaN passes
     tl.store(q_ptr + token * (HQ * DIM) + head * DIM + d, result, mask=inside & is_q)
-    slot = tl.load(slot_mapping_ptr + token)
     chunk = (slot // PAGE * num_layers + layer) * (2 * HKV) + (head - HQ)  # of [PAGE, DIM], int64
     target = pages_ptr + (chunk * PAGE + slot % PAGE) * DIM + d
     tl.store(target, result, mask=inside & (head >= HQ) & (slot >= 0))

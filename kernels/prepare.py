@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
-from wavecore.kernels.reference import view_batch
 
 BLOCK = 256
 
@@ -31,7 +30,6 @@ def prepare_batch(
         buffers.token_ids,
         buffers.positions,
         buffers.slot_mapping,
-        buffers.row_of_token,
         buffers.seq_lens,
         buffers.block_tables,
         buffers.block_tables.stride(0),
@@ -43,7 +41,7 @@ def prepare_batch(
         PAGE=page_size,
         BLOCK=BLOCK,
     )
-    return view_batch(rows, buffers)
+    return buffers.view(rows)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "token_programs", "search_steps"])
@@ -58,7 +56,6 @@ def _prepare(
     token_ids_ptr,
     positions_ptr,
     slot_mapping_ptr,
-    row_of_token_ptr,
     seq_lens_ptr,
     row_tables_ptr,
     row_stride,
@@ -92,7 +89,6 @@ def _prepare(
         page = tl.load(block_table_ptr + slot * block_stride + position // PAGE, mask=real, other=0).to(tl.int64)
         tl.store(token_ids_ptr + token, ids, mask=inside)
         tl.store(positions_ptr + token, position, mask=inside)
-        tl.store(row_of_token_ptr + token, tl.where(real, low, -1), mask=inside)
         tl.store(slot_mapping_ptr + token, tl.where(real, page * PAGE + position % PAGE, -1), mask=inside)
     else:
         row = program - token_programs

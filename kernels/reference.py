@@ -48,7 +48,6 @@ def prepare_batch(
     slot = slots[row_or_0]
     page = block_table[slot, position // page_size].long()
 
-    buffers.row_of_token[:tokens] = torch.where(real, row, -1)
     buffers.positions[:tokens] = position
     buffers.token_ids[:tokens] = torch.where(real, token_table[slot, position], 0)
     buffers.slot_mapping[:tokens] = torch.where(real, page * page_size + position % page_size, -1)
@@ -58,27 +57,7 @@ def prepare_batch(
     width = block_table.shape[1]
     buffers.block_tables[:count, :width] = torch.where(used[:, None], block_table[slots], 0)
     buffers.sample_index[:count] = torch.where(used, query_start[1:] - 1, 0)
-    return view_batch(rows, buffers)
-
-
-def view_batch(rows: StepRows, buffers: BatchBuffers) -> Batch:
-    """A batch over the filled buffers; shared with the kernel."""
-    count, tokens = len(rows.slots), rows.bucket_tokens
-    return Batch(
-        token_ids=buffers.token_ids[:tokens],
-        positions=buffers.positions[:tokens],
-        slot_mapping=buffers.slot_mapping[:tokens],
-        row_of_token=buffers.row_of_token[:tokens],
-        query_start=rows.query_start,
-        seq_lens=buffers.seq_lens[:count],
-        block_tables=buffers.block_tables[:count],
-        sample_index=buffers.sample_index[:count],
-        num_tokens=rows.num_tokens,
-        num_rows=rows.num_rows,
-        num_decode_rows=rows.num_decode_rows,
-        max_query_len=rows.max_query_len,
-        max_seq_len=rows.max_seq_len,
-    )
+    return buffers.view(rows)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
@@ -142,7 +121,7 @@ def qk_norm_rope_kv_write(
         layer: which layer of the pages.
 
     Returns:
-        The rotated queries [T, Hq, D].
+        The rotated queries [T, Hq, D]; zero for padding tokens.
     """
     tokens, dim = qkv.shape[0], pages.shape[-1]
     heads = qkv.view(tokens, num_heads + 2 * num_kv_heads, dim)
@@ -154,7 +133,9 @@ def qk_norm_rope_kv_write(
     qk = _rotate(qk, cos_sin, batch)
     keys_values = torch.cat((qk[:, num_heads:], heads[:, num_heads + num_kv_heads :]), dim=1)
     write_kv(keys_values, batch, pages, layer)
-    return qk[:, :num_heads]
+    q = qk[:, :num_heads]
+    kept, _ = batch.shared["kv_write"]
+    return q if kept is None else q.masked_fill(batch.slot_mapping[:, None, None] < 0, 0)
 
 
 def _rotate(x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
@@ -189,6 +170,7 @@ def copy_blocks(pages: Tensor, pairs: Tensor) -> None:
 
     Args:
         pages: [num_pages, ...].
-        pairs: int64 [C, 2]; no destination is also a source or comes twice.
+        pairs: int32 [C, 2]; no destination is also a source or comes twice.
     """
-    pages.index_copy_(0, pairs[:, 1], pages.index_select(0, pairs[:, 0]))
+    sources, targets = pairs.long().unbind(1)
+    pages.index_copy_(0, targets, pages.index_select(0, sources))

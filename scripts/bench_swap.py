@@ -143,7 +143,7 @@ def copy_in_line(runner: Runner) -> bool:
     from wavecore.engine_core.runner import ModelRunner
 
     assert isinstance(runner, ModelRunner)
-    runner.swaps.stream = torch.cuda.current_stream(runner.device)
+    runner.copies.swaps = torch.cuda.current_stream(runner.device)
     return True
 
 

@@ -31,6 +31,8 @@ class PoisoningRunner(ScriptedRunner):
         for events in (plan.swap_out, plan.swap_in, plan.copies):
             assert len(set(events[:, 1].tolist())) == len(events), "one step copies twice to the same block"
         assert set(plan.copies[:, 0].tolist()).isdisjoint(plan.copies[:, 1].tolist()), "a chain of copies"
+        places = list(zip(plan.block_slots.tolist(), plan.block_indices.tolist(), strict=True))
+        assert len(set(places)) == len(places), "one step writes an entry of the block table twice"
         assert len(set(plan.slots.tolist())) == plan.num_rows and (plan.query_lens > 0).all()
         assert plan.num_rows or len(plan.swap_out) or len(plan.swap_in), "a plan of nothing"
         assert plan.after < plan.step_id

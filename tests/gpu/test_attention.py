@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels.attention_case import check, compare, inputs, pairs
+from tests.gpu.steps import make, prompt
+from tests.kernels.attention_case import DIMS, GROUPS, Launches, check, check_balance, compare, in_turn, inputs
+from tests.models.checkpoints import make_config, save_model
+from tests.models.driver import Driver
 
 from wavecore.kernels import ops, reference
 from wavecore.kernels.examples import make_batch, make_pages, rope_table
@@ -21,34 +25,44 @@ def _seed() -> None:
     torch.manual_seed(30)
 
 
-@pytest.mark.parametrize("dim, group, dtype", pairs(range(1, 17), DTYPES))
-def test_grid(dim: int, group: int, dtype: torch.dtype) -> None:
-    """Page edges as decode rows, as whole prompts and as the past of a chunk; then a long past of both kinds."""
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_grid(dim: int, group: int) -> None:
+    """Every head_dim with every group in every dtype: 4 x 16 x 3.
+
+    Page edges are lengths of decode rows and of whole prompts, and the past of chunks. Of each head_dim and group one
+    dtype, in turn, also sees 32k keys in both kernels, so that each head_dim does in each dtype.
+    """
     shape = dim, 2 if group <= 4 else 1, group
     prompts, pasts = [*EDGES[2:], 200], [*EDGES[1:], 500]
     query_lens = [1] * 6 + prompts + [3] * len(pasts)
-    check(*inputs(query_lens, [*EDGES, 1000, *prompts, *(3 + past for past in pasts)], shape, dtype, PAGE, "cuda"))
-    check(*inputs([1, 1, 70], [LONG, 20_000, LONG], shape, dtype, PAGE, "cuda"))
+    seq_lens = [*EDGES, 1000, *prompts, *(3 + past for past in pasts)]
+    dtypes = in_turn(dim, group, DTYPES)
+    for dtype in dtypes:
+        check(*inputs(query_lens, seq_lens, shape, dtype, PAGE, "cuda"))
+    check(*inputs([1, 1, 70], [LONG, 20_000, LONG], shape, dtypes[0], PAGE, "cuda"))
 
 
 @pytest.mark.parametrize(
     "soft_cap, window, dim, dtype",
     [
         (30.0, 0, 256, torch.bfloat16),
-        (30.0, 0, 64, torch.float32),
+        (8.0, 0, 64, torch.float32),
+        (20.0, 0, 128, torch.float16),
         (0.0, 100, 64, torch.bfloat16),
         (0.0, 100, 96, torch.float32),
         (0.0, 4096, 256, torch.float16),
         (50.0, PAGE, 128, torch.bfloat16),
-        (50.0, PAGE, 256, torch.float32),
+        (8.0, PAGE, 256, torch.float32),
         (0.0, 1, 64, torch.float16),
         (0.0, 1, 128, torch.float32),
     ],
 )
 def test_options(soft_cap: float, window: int, dim: int, dtype: torch.dtype) -> None:
-    """Caps and windows, over short rows and over mixed chunks of long ones."""
+    """Caps and windows, over short rows and chunks of long ones. Scores are spread so widely that a cap bends them."""
     query_lens, seq_lens = [1, 1, 1, 1, 300, 17, 70], [1, 99, 2000, LONG, 300, 1100, LONG]
-    check(*inputs(query_lens, seq_lens, (dim, 2, 2), dtype, PAGE, "cuda"), soft_cap, window)
+    spread = soft_cap / 4 or 1.0
+    check(*inputs(query_lens, seq_lens, (dim, 2, 2), dtype, PAGE, "cuda", spread), soft_cap, window)
 
 
 @pytest.mark.parametrize("shape", [(8, 2, 2), (16, 1, 32), (80, 2, 4), (256, 1, 32)])
@@ -65,6 +79,25 @@ def test_page_sizes(page: int) -> None:
 def test_many_rows_of_mixed_lengths() -> None:
     lengths = torch.randint(0, 3000, (1024,)).tolist()
     check(*inputs([1] * 1024, lengths, (64, 1, 4), torch.bfloat16, PAGE, "cuda"))
+
+
+def test_a_long_row_is_split_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds most of all keys; the others are short."""
+    lengths = torch.randint(1, 40, (32,)).tolist()
+    lengths[20] = LONG
+    check_balance(*inputs([1] * 32, lengths, (128, 2, 4), torch.bfloat16, PAGE, "cuda"), monkeypatch)
+
+
+def test_a_step_makes_one_map_for_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six layers, of which every other one has a window: a map for either kind."""
+    changes = {"num_hidden_layers": 6, "sliding_window": 12, "query_pre_attn_scalar": 48, "tie_word_embeddings": True}
+    driver = Driver(make(save_model(tmp_path, make_config("Gemma2", **changes), scale=0.08)))
+    rows = [driver.add(prompt(i, 30 + i), 5, i) for i in range(3)]
+    driver.step(rows)
+    launches = Launches(monkeypatch)
+    for step in range(1, 4):
+        driver.step(rows)
+        assert launches.count == 2 * step
 
 
 def test_blocks_beyond_two_to_the_31_elements() -> None:
@@ -88,7 +121,7 @@ def test_blocks_beyond_two_to_the_31_elements() -> None:
     torch.testing.assert_close(pages[offset + 1 :], want, atol=2e-2, rtol=2e-2)
     assert not pages[: offset + 1].any()
     compare(ops.paged_attention(q, pages, 1, batch, dim**-0.5), q, pages, batch)
-    pairs_ = torch.tensor([[num_pages - 1, 3], [num_pages - 2, 4]], device="cuda")
+    pairs_ = torch.tensor([[num_pages - 1, 3], [num_pages - 2, 4]], dtype=torch.int32, device="cuda")
     ops.copy_blocks(pages, pairs_)
     assert torch.equal(pages[3], pages[-1]) and torch.equal(pages[4], pages[-2])
 
@@ -96,8 +129,7 @@ def test_blocks_beyond_two_to_the_31_elements() -> None:
 def test_one_graph_serves_every_mix_of_rows() -> None:
     """Captured for a bucket, replayed with other lengths, tables and numbers of rows: the device decides all."""
     rows, width, kv_heads, group, dim = 16, 40, 2, 4, 128
-    buffers_like, _ = make_batch([1] * rows, [width * PAGE] * rows, PAGE, "cuda")
-    live = replace(buffers_like, num_tokens=rows, num_rows=rows, num_decode_rows=rows, max_query_len=1, shared={})
+    live, _ = make_batch([1] * rows, [width * PAGE] * rows, PAGE, "cuda")
     q = torch.randn(rows, kv_heads * group, dim, device="cuda").bfloat16()
     pages = make_pages(rows * width + 1, 1, kv_heads, PAGE, dim, q)
     ops.paged_attention(q, pages, 0, replace(live, shared={}), dim**-0.5)

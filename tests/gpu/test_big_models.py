@@ -2,7 +2,7 @@
 
 Logits may be as far from float32's as those of transformers in bfloat16, and a little: that shows a wrong epsilon or
 scale, which argmaxes hide. And argmaxes agree with transformers' as often as those of its two implementations of
-attention with each other, but for one point. Weights are N(0, 0.02), written to memory-backed storage.
+attention with each other, but for one point. Weights are N(0, 0.02), the checkpoints of the benchmarks.
 """
 
 from __future__ import annotations
@@ -12,70 +12,27 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
+from make_checkpoint import make
 from tests.models.driver import load
 from tests.models.teacher_forced import distance, our_logits, their_logits
 from torch import Tensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
-ROPE_LLAMA = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-}
-MODELS: dict[str, Any] = {
-    "Qwen3-0.6B": transformers.Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        tie_word_embeddings=True,
-    ),
-    "Llama-3.1-8B": transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_parameters=ROPE_LLAMA,
-        tie_word_embeddings=False,
-    ),
-}
 ROWS, LENGTH = 8, 384
 LONG, FIRST, CHUNK = 8704, 8448, 1088
 """The last tokens lie past the original positions of Llama, where the scaling of its frequencies shows most."""
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=["qwen3-0.6b", "llama-3.1-8b"])
 def checkpoint(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
     folder = Path(tempfile.mkdtemp(prefix="wavecore-test-", dir="/dev/shm"))
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(MODELS[request.param], dtype=torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.02)
     try:
-        model.save_pretrained(folder, max_shard_size="1GB")
-        del model
+        make(request.param, folder)
         _empty()
         yield request.param, folder
     finally:

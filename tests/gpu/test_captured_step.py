@@ -80,7 +80,7 @@ def replay(runner: Any, plan: StepPlan, graph: torch.cuda.CUDAGraph) -> StepResu
     state.apply(state.input.bring(plan, shape, None, state.sampling.host_columns))
     runner.out.clear()
     graph.replay()
-    return Launched(shape, runner.out.send(), Extras(), runner.swaps).wait()
+    return Launched(shape, runner.out.send(), Extras(), runner.copies).wait()
 
 
 def test_a_captured_step_equals_the_eager_one_whatever_came_after_the_capture(tmp_path: Path) -> None:

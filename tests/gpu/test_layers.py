@@ -33,7 +33,11 @@ def _seed() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens, hidden", [(1, 576), (33, 1024), (257, 4096), (5, 5120), (3, 8192)])
 def test_add_rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> None:
-    x, residual = torch.randn(2, tokens, hidden, device="cuda").to(dtype)
+    """Also of a vector so small that eps decides, and of zeros."""
+    vectors = torch.randn(2, tokens, hidden, device="cuda")
+    vectors[:, 0] *= 1e-3
+    vectors[:, 2:3] = 0
+    x, residual = vectors.to(dtype)
     weight = torch.randn(hidden, device="cuda").to(dtype)
     normed, total = ops.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, x + residual)
@@ -58,25 +62,29 @@ def test_gated(op: Callable[[Tensor], Tensor], twin: Callable[[Tensor], Tensor],
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_norm_rope_write(heads: int, kv_heads: int, dim: int, rot: int, with_norm: bool, dtype: torch.dtype) -> None:
     batch, num_pages = make_batch([1] * 20 + [300, 41], [*range(1, 2000, 100), 300, 77], 64, "cuda", 2, 10)
-    qkv = torch.randn(len(batch.token_ids), (heads + 2 * kv_heads) * dim, device="cuda").to(dtype)
+    qkv = torch.randn(len(batch.token_ids), (heads + 2 * kv_heads) * dim, device="cuda")
+    qkv[0], qkv[1], qkv[-10:] = 0, qkv[1] * 1e-3, torch.nan  # eps decides; padding
+    qkv = qkv.to(dtype)
     norms: Any = torch.randn(2, dim, device="cuda").to(dtype) if with_norm else (None, None)
     pages = make_pages(num_pages, 2, kv_heads, 64, dim, qkv)
+    pages[0] = 1  # where slot -1 would point to
     table = rope_table(2048, rot, "cuda", 500_000.0)
     before, want_pages = pages.clone(), pages.double()
     wide: Any = norms.double() if with_norm else norms
     want = reference.qk_norm_rope_kv_write(qkv.double(), *wide, 1e-6, table, batch, want_pages, 1, heads, kv_heads)
     q = ops.qk_norm_rope_kv_write(qkv, *norms, 1e-6, table, batch, pages, 1, heads, kv_heads)
     close(q, want, dtype)
+    assert not q[-10:].any()
     close(pages, want_pages, dtype)
     assert torch.equal(pages[:, 0], before[:, 0])
-    assert not pages[0].any()
+    assert torch.equal(pages[0], before[0])
 
 
 def test_many_copies() -> None:
     count = 70_000
     pages = torch.randn(2 * count + 1, 1, 2, 1, 2, 8, device="cuda")
     order = torch.randperm(2 * count, device="cuda") + 1
-    pairs = torch.stack((order[:count], order[count:]), 1)
+    pairs = torch.stack((order[:count], order[count:]), 1).int()
     want = pages.clone()
     reference.copy_blocks(want, pairs)
     ops.copy_blocks(pages, pairs)

@@ -17,10 +17,15 @@ import pytest
 import torch
 from tests.models.checkpoints import make_config, save_model
 from tests.models.driver import Driver, load
+from tests.models.ways_out import ways_out
 
 from wavecore import LLM, ConfigError, ResourceError, SamplingParams
-from wavecore.engine_core import device_memory, memory
+from wavecore.engine_core import memory
+from wavecore.engine_core.measure import SLACK
+from wavecore.engine_core.plan import StepPlan, pairs, table_columns
+from wavecore.engine_core.row_extras import draw
 from wavecore.engine_core.shares import Shares
+from wavecore.engine_core.step_shape import MAX_BUCKET, StepShape
 
 MIB = 1 << 20
 MODEL: dict[str, Any] = {
@@ -67,13 +72,14 @@ def clear() -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Shares]:
-    """What each start measures."""
+    """What each start measures, with what it tries before it is refused."""
     found: list[Shares] = []
     measure = memory.measure
 
-    def noting(*args: Any) -> Shares:
-        found.append(measure(*args))
-        return found[-1]
+    def noting(*args: Any) -> tuple[Shares, str]:
+        shares, fault = measure(*args)
+        found.append(shares)
+        return shares, fault
 
     monkeypatch.setattr(memory, "measure", noting)
     return found
@@ -95,15 +101,22 @@ def refusal(kind: type[Exception], folder: Path, **settings: Any) -> str:
     return words
 
 
-def suggested(name: str, words: str) -> float:
-    found = re.search(rf"fit with .*?{name} ([\d.]+\d)", words)
-    assert found is not None, words
-    return float(found[1])
+def starts_as_told(words: str, folder: Path, **settings: Any) -> list[list[str]]:
+    """Every way out that a refusal names starts and serves; the settings of each."""
+    ways = ways_out(words)
+    for way in ways:
+        serves(start(folder, **{**settings, **way}))
+        clear()
+    return [list(way) for way in ways]
+
+
+def own(shares: Shares) -> int:
+    return shares.weights + shares.tables + shares.activations + shares.graphs
 
 
 def serves(runner: Any) -> None:
     driver = Driver(runner)
-    [output] = driver.run([driver.add([5, 6, 7] * 100, 4, 0)], chunk=200)
+    [output] = driver.run([driver.add([5, 6, 7] * 10, 4, 0)], chunk=min(20, runner.bucket_limits[0]))
     assert len(output) == 4
 
 
@@ -112,9 +125,9 @@ def test_the_fullest_steps_stay_within_the_table(folder: Path, measured: list[Sh
     runner = start(folder, gpu_memory_utilization=0.5)
     [shares] = measured
     cache = runner.info.num_blocks * runner.block_bytes
-    own = shares.weights + shares.tables + shares.activations + shares.graphs + cache
-    assert own <= 0.5 * shares.total < own + runner.block_bytes
-    assert shares.graphs > 0 and shares.weights == runner.memory_stats()["weights_bytes"]
+    taken = own(shares) + cache
+    assert taken <= 0.5 * shares.total < taken + runner.block_bytes
+    assert shares.weights == runner.memory_stats()["weights_bytes"]
     assert shares.tables >= 256 * MODEL["vocab_size"] * 4  # the counts of penalties
     assert shares.others < 8 << 30, "somebody else uses this GPU"
 
@@ -132,8 +145,8 @@ def test_the_fullest_steps_stay_within_the_table(folder: Path, measured: list[Sh
     driver.step([driver.add([5] * length, 100, slot, EVERYTHING) for slot, length in ((0, 4190), (1, 4002))])
     driver.step([driver.add([5] * 4096, 1, slot, pooling="mean") for slot in (0, 1)])
     torch.cuda.synchronize()
-    steps = own - shares.graphs
-    assert torch.cuda.max_memory_allocated() <= steps - memory.SLACK + 4 * MIB
+    steps = taken - shares.graphs
+    assert torch.cuda.max_memory_allocated() <= steps - SLACK + 4 * MIB
     assert torch.cuda.max_memory_reserved() <= steps
 
 
@@ -144,25 +157,6 @@ def test_smaller_limits_leave_more_for_the_cache(folder: Path, measured: list[Sh
     assert measured[0].tables - measured[1].tables > 200 * MODEL["vocab_size"] * 4
     assert measured[1].activations - measured[2].activations > 100 * MIB
     assert measured[0].kv_cache < measured[1].kv_cache < measured[2].kv_cache
-
-
-def test_the_suggested_share_starts(folder: Path) -> None:
-    words = refusal(ConfigError, folder, gpu_memory_utilization=0.005)
-    assert "GPU memory" in words and "GiB  weights" in words and "graphs, reserved" in words
-    share = suggested("gpu_memory_utilization", words)
-    assert 0.005 < share < 0.1
-    runner = start(folder, gpu_memory_utilization=share)
-    assert runner.info.num_blocks > runner.state.max_blocks
-    serves(runner)
-
-
-def test_the_suggested_number_of_blocks_starts(folder: Path) -> None:
-    words = refusal(ConfigError, folder, num_gpu_blocks_override=(1 << 31) - 1)
-    assert "num_gpu_blocks_override 2147483647 takes" in words
-    blocks = int(suggested("num_gpu_blocks_override", words))
-    runner = start(folder, num_gpu_blocks_override=blocks)
-    assert runner.pages.nbytes > 0.8 * torch.cuda.mem_get_info()[1]
-    serves(runner)
 
 
 @contextmanager
@@ -184,13 +178,143 @@ def held_by_another(free: int) -> Iterator[int]:
             p.wait(60)
 
 
+@torch.inference_mode()
+def captured_bytes(runner: Any, rows: int, tokens: int) -> int:
+    """What a graph of a step of one prompt and otherwise single tokens takes; the step is padding alone."""
+    plan = StepPlan(
+        step_id=0,
+        slots=np.arange(rows, dtype=np.int32),
+        starts=np.zeros(rows, np.int32),
+        query_lens=np.array([1] * (rows - 1) + [tokens - rows + 1], np.int32),
+        samples=np.ones(rows, np.uint8),
+        swap_out=pairs(()),
+        swap_in=pairs(()),
+        copies=pairs(()),
+        admitted=(),
+        **table_columns(()),
+    )
+    shape = StepShape.of(plan, runner.bucket_limits)
+    assert (shape.bucket_tokens, shape.bucket_rows) == (tokens, rows)
+    views = runner.state.input.rows(rows)
+    views.query_start.zero_()
+    views.slots.fill_(-1)
+    views.sample_slots.fill_(-1)
+    step_rows, sampling = runner.rows(shape), runner.sampling_rows(shape, truncates=True, edits=True)
+
+    def step() -> None:
+        draw(runner.logits(*runner.forward(step_rows)), sampling, runner.out)
+
+    step()
+    torch.cuda.synchronize()
+    clear()
+    before = torch.cuda.memory_reserved()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return torch.cuda.memory_reserved() - before
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(256, 8192), (256, 512)])
+def test_the_reserve_is_what_the_largest_graph_takes(
+    folder: Path, measured: list[Shares], rows: int, tokens: int
+) -> None:
+    """Graphs are for steps of up to MAX_BUCKET tokens."""
+    runner = start(folder, gpu_memory_utilization=0.3, max_num_seqs=rows, max_num_batched_tokens=tokens)
+    grown = captured_bytes(runner, rows, min(tokens, MAX_BUCKET))
+    [shares] = measured
+    assert grown <= shares.graphs <= 2 * grown
+
+
+# --- what is suggested starts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [4200, None])
+def test_a_suggested_share_starts(folder: Path, length: int | None) -> None:
+    words = refusal(ConfigError, folder, gpu_memory_utilization=0.005, max_model_len=length)
+    assert "GPU memory" in words and "GiB  weights" in words and "graphs, reserved" in words
+    [way] = ways_out(words)
+    assert 0.005 < way["gpu_memory_utilization"] < 0.1
+    assert starts_as_told(words, folder, max_model_len=length) == [["gpu_memory_utilization"]]
+
+
+@pytest.mark.timeout(400)
+def test_a_suggested_length_starts(tmp_path: Path, measured: list[Shares]) -> None:
+    """Where half of a sequence fits: a larger share, or half the length."""
+    length = 1 << 18  # 1 GiB of keys and values
+    config = make_config("Llama", **{**MODEL, "max_position_embeddings": length})
+    folder = save_model(tmp_path / "model", config, scale=0.02)
+    settings = {"max_model_len": length, "max_num_seqs": 16, "max_num_batched_tokens": 2048}
+    start(folder, **settings, gpu_memory_utilization=0.3)
+    clear()
+    settings["gpu_memory_utilization"] = (own(measured[0]) + (512 << 20)) / measured[0].total
+    words = refusal(ConfigError, folder, **settings)
+    assert starts_as_told(words, folder, **settings) == [["gpu_memory_utilization"], ["max_model_len"]]
+    assert length // 8 < ways_out(words)[1]["max_model_len"] < length // 2
+    settings["gpu_memory_utilization"] = 0.005  # not even the weights fit
+    with held_by_another(own(measured[0]) + (768 << 20)):  # and the device does not hold a whole sequence
+        words = refusal(ConfigError, folder, **settings)
+        [names] = starts_as_told(words, folder, **settings)
+    assert names[-1] in ("max_model_len", "gpu_memory_utilization")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("steps_run", [False, True])
+def test_suggested_steps_start(folder: Path, measured: list[Shares], steps_run: bool) -> None:
+    """The largest step does not fit beside the weights; or it does, and leaves no room for the KV cache."""
+    settings = {"max_num_batched_tokens": 65_536}
+    start(folder, **settings, gpu_memory_utilization=0.5)
+    clear()
+    shares = measured[0]
+    part = shares.activations - SLACK // 2 if steps_run else shares.activations // 2
+    with held_by_another(shares.weights + shares.tables + part):
+        words = refusal(ConfigError, folder, **settings)
+        assert starts_as_told(words, folder, **settings) == [["max_num_batched_tokens", "max_num_seqs"]]
+    [way] = ways_out(words)
+    assert 64 <= way["max_num_batched_tokens"] == way["max_num_seqs"] * 256 < 65_536
+    assert steps_run or "the largest step does not fit beside the weights" in words
+
+
+@pytest.mark.timeout(400)
+def test_suggested_steps_start_where_the_tables_do_not_fit(folder: Path) -> None:
+    """65,536 slots of 0.6 MB each, in 8 GiB."""
+    settings = {"max_num_seqs": 65_536, "max_num_batched_tokens": 65_536}
+    with held_by_another(8 << 30):
+        words = refusal(ConfigError, folder, **settings)
+        assert starts_as_told(words, folder, **settings) == [["max_num_batched_tokens", "max_num_seqs"]]
+    assert "the tables of all requests do not fit into memory" in words
+
+
+def test_a_suggested_number_of_blocks_starts(folder: Path) -> None:
+    words = refusal(ConfigError, folder, num_gpu_blocks_override=(1 << 31) - 1)
+    assert "num_gpu_blocks_override 2147483647 takes" in words
+    [way] = ways_out(words)
+    runner = start(folder, **way)
+    assert runner.pages.nbytes > 0.8 * torch.cuda.mem_get_info()[1]
+    serves(runner)
+
+
+@pytest.mark.timeout(400)
+def test_a_suggested_dtype_starts(tmp_path: Path) -> None:
+    """Between the weights in float32 and in bfloat16; the vocabulary is small, so that little else takes memory."""
+    shape = {"vocab_size": 1000, "hidden_size": 2048, "num_hidden_layers": 12}
+    folder = save_model(tmp_path / "model", make_config("Llama", **{**MODEL, **shape}), scale=0.02)
+    settings = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256}
+    size = (folder / "model.safetensors").stat().st_size
+    with held_by_another(int(0.9 * size)):
+        words = refusal(ConfigError, folder, **settings)
+        assert ways_out(words) == [{"dtype": "bfloat16"}]
+        starts_as_told(words, folder, **settings)
+
+
 def test_weights_are_refused_before_loading_when_others_leave_no_room(folder: Path) -> None:
     with held_by_another(100 * MIB):
         words = refusal(ResourceError, folder)
     assert re.search(r"the weights of .*model take 0\.\d+ GiB as bfloat16, and of cuda:0's \d+ GiB only 0\.0\d+", words)
+    assert "no setting makes room" in words
     serves(start(folder, gpu_memory_utilization=0.2))  # others are gone
 
 
+@pytest.mark.timeout(400)
 def test_no_setting_is_suggested_when_none_makes_room(folder: Path, measured: list[Shares]) -> None:
     """Weights and tables fit, but no step beside them."""
     start(folder, gpu_memory_utilization=0.2, max_num_seqs=512)
@@ -228,19 +352,34 @@ def test_two_engines_share_one_gpu(folder: Path, capsys: pytest.CaptureFixture[s
     assert all(0.40 * total < cache < 0.45 * total for cache in caches), (caches, total)
 
 
-def test_this_process_is_not_among_the_others(folder: Path) -> None:
-    start(folder, gpu_memory_utilization=0.1)
-    words = device_memory.processes(torch.device("cuda:0"))
-    assert str(os.getpid()) not in re.findall(r"\d+", words)
-    with held_by_another(20 << 30) as pid:
-        listing = subprocess.run(
-            ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout
-        if str(pid) in listing.split():  # else nvidia-smi cannot see this container's processes
-            assert str(pid) in device_memory.processes(torch.device("cuda:0"))
+def listed_pids() -> set[str]:
+    """Of all processes on the GPUs, as nvidia-smi sees them; none where it sees no processes of containers."""
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return {line for line in lines if line.isdigit()}
+
+
+def test_the_start_tells_what_others_hold_and_who_they_are(
+    folder: Path, measured: list[Shares], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"gpu_memory_utilization": 0.1, "max_num_seqs": 16}
+    start(folder, **settings)
+    clear()
+    before, free = listed_pids(), torch.cuda.mem_get_info()[0]
+    with held_by_another(40 << 30), caplog.at_level("INFO", "wavecore.engine_core.memory"):
+        caplog.clear()
+        runner = start(folder, **settings)
+        new = listed_pids() - before
+    alone, crowded = measured
+    assert crowded.others - alone.others >= free - (40 << 30) - 64 * MIB
+    [table] = [message for message in caplog.messages if message.startswith("GPU memory, gpu_memory_utilization 0.1")]
+    words = re.search(r"([\d.]+) GiB  others: CUDA context and processes (.*)", table)
+    assert words is not None and float(words[1]) == pytest.approx(crowded.others / (1 << 30), abs=0.01)
+    assert f"KV cache, {runner.info.num_blocks} blocks" in table
+    pids = set(re.findall(r"\d+", words[2]))
+    assert new <= pids and str(os.getpid()) not in pids
+    if not listed_pids():
+        assert words[2] == "(none listed)"
 
 
 def test_a_users_kernel_is_judged_on_the_engines_device_and_dtype(folder: Path) -> None:

@@ -117,28 +117,44 @@ def same_logprobs(left: Sequence_, right: Sequence_) -> None:
         assert abs(int(a.ranks[0]) - int(b.ranks[0])) <= 1 + int(a.ranks[0]) // 1000
 
 
-def test_bfloat16_rows_of_all_options_draw_the_twins_tokens(
-    drivers: dict[str, Driver], bases: Callable[[str], list[Sequence_]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
+    drivers: dict[str, Driver],
+    bases: Callable[[str], list[Sequence_]],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
 ) -> None:
-    """In bfloat16 the CPU's logits are others, so the twin draws from the GPU's, step by step."""
+    """The CPU's logits are others in 16 bits, so the twin draws from the GPU's, step by step; the log-probabilities
+    that come back are those of the same logits."""
     model = drivers["cuda"].runner.info.model_path
-    driver = Driver(load(model, device="cuda", dtype="bfloat16", block_size=16))
+    driver = Driver(load(model, device="cuda", dtype=dtype, block_size=16))
     kinds = list(OPTIONS.values())
     asked = []
     for row in range(len(ASKED)):
         base, change = kinds[row % len(kinds)]
         asked.append(params(BASES[base] | change(bases(base)[row].output), row))
     shares: list[float] = []
+    drawn: dict[tuple[int, int], tuple[int, float]] = {}  # by slot and position
 
     def both(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
-        assert logits.dtype == torch.bfloat16
+        assert logits.dtype == getattr(torch, dtype)
+        raw = logits.float().log_softmax(-1)
         want, faults = reference.sample(logits.clone(), copy.deepcopy(rows))
         got = ops_sample(logits, rows)
         assert torch.equal(got[1], faults) and not faults.any()
-        shares.append(float((got[0] == want).float().mean()))
+        real = rows.slots >= 0
+        shares.append(float((got[0] == want)[real].float().mean()))
+        own = raw.gather(1, got[0].clamp(min=0).long()[:, None])[:, 0]
+        places = zip(rows.slots[real].tolist(), rows.positions[real].tolist(), strict=True)
+        drawn.update(zip(places, zip(got[0][real].tolist(), own[real].tolist(), strict=True), strict=True))
         return got
 
     ops_sample = ops.sample
     monkeypatch.setattr(ops, "sample", both)
-    run(driver, asked)
+    sequences = run(driver, asked)
     assert len(shares) >= TOKENS and np.mean(shares) > 0.98, shares
+    for slot, sequence in enumerate(sequences):
+        for i, (token, report) in enumerate(zip(sequence.output, sequence.logprobs, strict=True)):
+            there, logprob = drawn[slot, sequence.num_prompt + i]
+            assert there == token == report.token_ids[0, 0]
+            np.testing.assert_allclose(report.logprobs[0, 0], logprob, atol=1e-5)

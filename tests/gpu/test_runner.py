@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file
+from tests.gpu.scenarios import launch_ahead
+from tests.gpu.steps import recorded
 from tests.models.checkpoints import assert_greedy, load_reference, make_config, save_model
 from tests.models.driver import Driver, load
 from tests.models.test_equality_families import CASES, make, prompts
 
+from wavecore.engine_core import weights
 from wavecore.engine_core.model_files import resolve_model
 from wavecore.transport.errors import ModelError
 
@@ -60,35 +68,50 @@ def test_a_head_that_no_kernel_holds_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_launches_in_flight(tmp_path: Path) -> None:
-    """Launching a decode step before the last one's tokens have been read gives the same tokens."""
-    folder = save_model(tmp_path / "model", make_config("Llama"))
-    runner = load(folder, device="cuda", dtype="float32", block_size=16)
-    asked = prompts(6)
+    """Launching a step before the last one's tokens have been read, or are there, gives the same tokens."""
+    runner: Any = load(
+        save_model(tmp_path / "model", make_config("Llama")), device="cuda", dtype="float32", block_size=16
+    )
     driver = Driver(runner)
-    want = driver.run([driver.add(p, 12, i) for i, p in enumerate(asked)])
+    with recorded(runner) as steps:
+        driver.run([driver.add(p, 12, i) for i, p in enumerate(prompts(6))])
+    assert len(steps) == 12
+    runner.pages.zero_()
+    launch_ahead(runner, steps, asleep=True)
 
-    plans = []
-    launch = runner.launch
-    runner.launch = lambda plan: plans.append(plan) or launch(plan)  # type: ignore[method-assign, func-returns-value]
-    driver.run([driver.add(p, 12, i) for i, p in enumerate(asked)])
-    runner.launch = launch  # type: ignore[method-assign]
-    runner.pages.zero_()  # type: ignore[attr-defined]
-    pending, tokens = [], []
-    for plan in plans:
-        pending.append(launch(plan))
-        if len(pending) == 2:
-            tokens.append(pending.pop(0).wait().tokens)
-    tokens += [step.wait().tokens for step in pending]
-    got = [[int(step[i]) for step in tokens] for i in range(len(asked))]
-    assert got == want
+
+def test_weights_are_read_straight_to_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of a file is one of the host's first."""
+    read: list[torch.Tensor] = []
+    fill = weights.fill
+
+    def noting(stored: Sequence[weights.Stored], *args: Any) -> Any:
+        def note(tensor: weights.Stored) -> torch.Tensor:
+            read.append(tensor.read())
+            return read[-1]
+
+        return fill([replace(tensor, read=partial(note, tensor)) for tensor in stored], *args)
+
+    monkeypatch.setattr(weights, "fill", noting)
+    folder = save_model(tmp_path / "model", make_config("Llama"))
+    load(folder, device="cuda:0", dtype="bfloat16", block_size=16)
+    assert len(read) == len(load_file(folder / "model.safetensors"))
+    assert {tensor.device for tensor in read} == {torch.device("cuda:0")}
+
+
+def default_model() -> Path:
+    """Its file; the test is skipped where that is not here and cannot be fetched, as without a network."""
+    try:
+        return resolve_model("default")
+    except ModelError as error:
+        if "could not be fetched" not in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 def test_smollm2_answers_as_on_the_cpu() -> None:
-    try:
-        path = resolve_model("default")
-    except Exception as error:
-        pytest.skip(f"the default model is not here: {error}")
-    folder, name = Path(path).parent, Path(path).name
+    path = default_model()
+    folder, name = path.parent, path.name
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
     questions = ("What is the capital of France?", "Why is the sky blue?", "Who wrote Hamlet?")
     asked = [

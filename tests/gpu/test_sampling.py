@@ -16,7 +16,7 @@ from wavecore.kernels.examples import sampling_rows
 from wavecore.kernels.sampling_rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
 
 VOCAB = 151_936
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)

@@ -1,28 +1,37 @@
-"""`launch` on CUDA never waits for the device, and a steady step allocates nothing."""
+"""`launch` on CUDA never waits for the device, and a steady step allocates nothing and copies once each way."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from tests.gpu.scenarios import SCENARIOS, arrive, chunk_of, launch_ahead, several, sleep
 from tests.gpu.steps import make, prompt, recorded
-from tests.models.checkpoints import VOCAB, make_config, save_model
-from tests.models.driver import Driver, Sequence_
+from tests.models.checkpoints import make_config, save_model
+from tests.models.driver import Driver
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from wavecore.engine_core import row_extras, uploads
-from wavecore.engine_core.launched import Launched
-from wavecore.engine_core.plan import OutOfMemory, StepPlan, StepResult
+from wavecore.engine_core.plan import OutOfMemory, PendingStep, StepPlan
 from wavecore.engine_core.sampling_params import SamplingParams
 
-HOLD = 1_000_000_000  # cycles: half a second, a launch takes a hundredth of one
-Scenario = Callable[[Driver], list[Sequence_]]
+ROOT = Path(__file__).parent.parent.parent
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "truncated": {"temperature": 1.0, "top_p": 0.9, "top_k": 20},
+    "edited": {"logit_bias": {3: 1.0}, "repetition_penalty": 1.2, "bad_words_token_ids": [[1, 2]]},
+    "logprobs": {"logprobs": 4},
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,64 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> Any:
     return make(folder)
-
-
-def several(count: int, length: int = 12, **more: Any) -> Scenario:
-    options = {name: more.pop(name) for name in list(more) if name not in ("embeds", "pooling")}
-    params = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 1000} | options)
-    return lambda driver: [driver.add(prompt(i, length), 3, i, params, **more) for i in range(count)]
-
-
-def with_embeds(driver: Driver) -> list[Sequence_]:
-    hidden = driver.runner.info.hidden_size
-    return [
-        driver.add([0] * 30, 3, i, embeds=np.random.default_rng(i).normal(0, 0.3, (30, hidden)).astype(np.float32))
-        for i in range(4)
-    ]
-
-
-SCENARIOS: dict[str, Scenario] = {
-    "decode": several(8),
-    "16 admissions": several(16, 40),
-    "long prompts through a small ring": several(8, 240),
-    "top_p": several(8, temperature=1.0, top_p=0.9),
-    "logit_bias": several(4, logit_bias=dict.fromkeys(range(200), 0.5), min_tokens=2, stop_token_ids=[1, 2]),
-    "bad words": several(4, bad_words_token_ids=[[3], [4, 5], [6, 7, 8]]),
-    "allowed tokens": several(4, allowed_token_ids=list(range(0, VOCAB, 2))),
-    "penalties": several(4, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5),
-    "logprobs": several(20, logprobs=5),
-    "prompt_logprobs": several(3, 150, prompt_logprobs=5),
-    "embeds": with_embeds,
-    "pooling": several(4, pooling="mean"),
-}
-
-
-def outcome(sequences: list[Sequence_]) -> list[Any]:
-    """Everything that came back, to compare."""
-    reports = [[*s.logprobs, *s.prompt_logprobs] for s in sequences]
-    return [
-        [s.output for s in sequences],
-        [[r.token_ids.tolist() for r in some] for some in reports],
-        [[r.logprobs.tolist() for r in some] for some in reports],
-        [None if s.pooled is None else s.pooled.tolist() for s in sequences],
-    ]
-
-
-@contextmanager
-def held(runner: Any) -> Iterator[None]:
-    """The device sleeps before every step, and each launch has to return before it wakes up."""
-    with pytest.MonkeyPatch.context() as patch:
-        launch = runner.launch
-
-        def launching(plan: StepPlan) -> Launched:
-            torch.cuda._sleep(HOLD)
-            pending: Launched = launch(plan)
-            assert pending.event is not None
-            assert not pending.event.query(), "launch waited for the device"
-            return pending
-
-        patch.setattr(runner, "launch", launching)
-        yield
 
 
 def use_small_ring(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,30 +56,44 @@ def use_small_ring(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_launch_waits_for_nothing(runner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what the host brings while the device sleeps arrives before it is read."""
-    if name == "long prompts through a small ring":
-        use_small_ring(runner, monkeypatch)
+    """Two steps are launched while the device sleeps, and what the host brings arrives before it is read."""
     monkeypatch.setattr(row_extras, "CHUNK", 8)  # 20 rows with logprobs: three parts
     driver = Driver(runner)
-    first = SCENARIOS[name](driver)
-    driver.run(first)  # the allocator's first blocks of these sizes may come from the device
-    driver = Driver(runner)
-    second = SCENARIOS[name](driver)
-    with held(runner):
-        driver.run(second)
-    assert outcome(second) == outcome(first)
+    with recorded(runner) as steps:  # which also takes from the device what the allocator has not got yet
+        driver.run(SCENARIOS[name](driver), chunk=chunk_of(name))
+    assert len(steps) > 1 or name.startswith("pooling")
+    launch_ahead(runner, steps, asleep=True)
 
 
-def test_launch_waits_for_nothing_with_a_row_count_never_seen(runner: Any) -> None:
-    """The warm-up has seen every size: no kernel is loaded now, which would wait."""
-    driver = Driver(runner)
-    sequences = several(27, 5)(driver)
-    with held(runner):
-        driver.run(sequences)
-    driver = Driver(runner)
-    again = several(27, 5)(driver)
-    driver.run(again)
-    assert outcome(sequences) == outcome(again)
+@pytest.mark.parametrize("small", [False, True], ids=["large ring", "small ring"])
+def test_requests_begin_while_an_older_step_sleeps(runner: Any, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they bring is written at once, as uploads wait for no step, and disturbs none in flight."""
+    if small:
+        use_small_ring(runner, monkeypatch)
+    with recorded(runner) as steps:
+        arrive(Driver(runner))
+    assert [len(plan.admitted) for plan, _ in steps[:5]] == [4, 4, 4, 1, 0]
+    launch_ahead(runner, steps, asleep=True)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("dtype", "vocab"), [("float32", 211), ("bfloat16", 12_000), ("bfloat16", 151_936), ("float16", 151_936)]
+)
+def test_no_request_loads_a_kernel(tmp_path: Path, dtype: str, vocab: int) -> None:
+    """The start loaded all of them, whatever a request asks for: see `late_loads`. torch picks kernels by dtype and
+    vocabulary, too."""
+    folder = save_model(tmp_path / "model", make_config("Llama", vocab_size=vocab), scale=0.1)
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "CUDA_MODULE_LOADING": "LAZY"}
+    command = [sys.executable, "-m", "tests.gpu.late_loads", str(folder), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    late = json.loads(done.stdout)
+    assert late.pop("probe"), "the program does not see a kernel that is loaded late"
+    assert len(late) == len(SCENARIOS) and not any(late.values()), {
+        name: steps for name, steps in late.items() if steps
+    }
 
 
 def test_two_steps_of_a_deep_model_are_launched_while_the_device_sleeps(tmp_path: Path) -> None:
@@ -139,16 +104,7 @@ def test_two_steps_of_a_deep_model_are_launched_while_the_device_sleeps(tmp_path
     with recorded(runner) as steps:
         driver.run(several(8)(driver))
     assert len(steps) == 3
-    in_flight: deque[tuple[Launched, StepResult]] = deque()
-    for plan, result in steps:
-        torch.cuda._sleep(HOLD)
-        in_flight.append((runner.launch(plan), result))
-        assert not any(pending.event.query() for pending, _ in in_flight)  # type: ignore[union-attr]
-        if len(in_flight) == 2:
-            pending, want = in_flight.popleft()
-            assert pending.wait().tokens.tolist() == want.tokens.tolist()
-    for pending, want in in_flight:
-        assert pending.wait().tokens.tolist() == want.tokens.tolist()
+    launch_ahead(runner, steps, asleep=True)
 
 
 def test_a_step_out_of_memory_waits_for_those_in_flight(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +113,9 @@ def test_a_step_out_of_memory_waits_for_those_in_flight(runner: Any, monkeypatch
     with recorded(runner) as steps:
         driver.run(several(4)(driver))
     (first, _), (second, _), _ = steps
-    torch.cuda._sleep(HOLD)
-    pending = runner.launch(first)
-    assert not pending.event.query()
+    awake = sleep()
+    event = runner.launch(first).fetched.event
+    assert not awake.query() and not event.query()
 
     def failing(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -167,7 +123,7 @@ def test_a_step_out_of_memory_waits_for_those_in_flight(runner: Any, monkeypatch
     monkeypatch.setattr(runner.model, "forward", failing)
     with pytest.raises(OutOfMemory):
         runner.launch(second)
-    assert pending.event.query()
+    assert event.query()
 
 
 @contextmanager
@@ -175,7 +131,7 @@ def no_waiting(runner: Any) -> Iterator[None]:
     """torch raises where a launch waits for the device."""
     launch = runner.launch
 
-    def launching(plan: StepPlan) -> Launched:
+    def launching(plan: StepPlan) -> PendingStep:
         torch.cuda.set_sync_debug_mode("error")
         try:
             return launch(plan)  # type: ignore[no-any-return]
@@ -208,26 +164,71 @@ def allocations() -> tuple[int, int]:
     return torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 1.0, "top_p": 0.9, "top_k": 20},
-        {"logit_bias": {3: 1.0}, "repetition_penalty": 1.2, "bad_words_token_ids": [[1, 2]]},
-        {"logprobs": 4},
-    ],
-    ids=["plain", "truncated", "edited", "logprobs"],
-)
-def test_steady_steps_neither_wait_nor_allocate(runner: Any, options: dict[str, Any]) -> None:
-    """50 steps of 8 rows, which enter new blocks on the way."""
-    driver = Driver(runner)
-    params = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 1000} | options)
-    sequences = [driver.add(prompt(i, 9 + i), 100, i, params) for i in range(8)]
-    for _ in range(20):
-        driver.step(sequences)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steady_steps_neither_wait_nor_allocate(runner: Any, name: str) -> None:
+    """50 steps of 8 rows, two in flight, which enter new blocks on the way."""
+    with recorded(runner) as steps:
+        run_long(Driver(runner), name)
+    assert len(steps) == 70
+    launch_ahead(runner, steps[:20], asleep=False)
     before = allocations()
     with no_waiting(runner):
-        for _ in range(50):
-            driver.step(sequences)
+        launch_ahead(runner, steps[20:], asleep=False)
     assert allocations() == before
-    assert all(len(sequence.output) == 70 for sequence in sequences)
+
+
+def run_long(driver: Driver, name: str) -> None:
+    """70 steps of 8 rows."""
+    params = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 1000} | OPTIONS[name])
+    driver.run([driver.add(prompt(i, 9 + i), 70, i, params) for i in range(8)])
+
+
+class Crossings(TorchDispatchMode):
+    """Operations between host and device.
+
+    Attributes:
+        found: the device that each writes to, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, result))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        # inference mode hands over compound operations whole
+        if "cuda" in devices and func.overloadpacket.__name__ in ("item", "is_nonzero", "_local_scalar_dense"):
+            self.found.append("number")
+        elif len(devices) > 1:
+            self.found.append(result.device.type)
+        return result
+
+
+def test_crossings_are_seen() -> None:
+    x, y = torch.zeros(3, device="cuda"), torch.ones(2)
+    for mode in (torch.inference_mode(), torch.no_grad()):
+        with mode, Crossings() as crossings:
+            x[:2].copy_(y)
+            x[:2] = y
+            x.cpu()
+            float(x[0])
+            bool(x[0])
+            x[:1].add_(x[1:2]).add_(1)
+        assert crossings.found == ["cuda", "cuda", "cpu", "number", "number"]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_steady_step_is_one_copy_in_and_one_out(runner: Any, name: str) -> None:
+    with recorded(runner) as steps:
+        run_long(Driver(runner), name)
+    new_blocks = 0
+    for step, (plan, _) in enumerate(steps):
+        with Crossings() as crossings:
+            pending = runner.launch(plan)
+        pending.wait()
+        if step:
+            assert crossings.found == ["cuda", "cpu"], step
+            new_blocks += len(plan.block_ids)
+    assert new_blocks > 20

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from wavecore.kernels import reference
+from wavecore.kernels import attention_decode, attention_ranges, reference
 from wavecore.kernels.attention import paged_attention
 from wavecore.kernels.batch import Batch
+from wavecore.kernels.device import num_multiprocessors
 from wavecore.kernels.examples import make_batch, make_pages
 
 ERROR = {torch.float32: 3e-5, torch.float16: 1.5 * 2**-10, torch.bfloat16: 1.5 * 2**-7}
@@ -18,11 +22,13 @@ ERROR = {torch.float32: 3e-5, torch.float16: 1.5 * 2**-10, torch.bfloat16: 1.5 *
 rounded by at most half of eps, so that 1.5 eps leaves room for the rest; float32 sums up to 32,768 keys."""
 LAYERS = 2
 DIMS = (64, 96, 128, 256)
+GROUPS = range(1, 17)
 
 
-def pairs(groups: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[tuple[int, int, torch.dtype]]:
-    """(head_dim, group, dtype) with every pair of two of them."""
-    return [(dim, group, dtypes[(i + j) % len(dtypes)]) for i, dim in enumerate(DIMS) for j, group in enumerate(groups)]
+def in_turn(dim: int, group: int, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
+    """The dtypes in an order in which each comes first for a part of all groups with a dim, and dims with a group."""
+    first = (DIMS.index(dim) + group) % len(dtypes)
+    return [*dtypes[first:], *dtypes[:first]]
 
 
 def inputs(
@@ -32,11 +38,16 @@ def inputs(
     dtype: torch.dtype,
     page: int,
     device: str,
+    spread: float = 1.0,
 ) -> tuple[Tensor, Tensor, Batch]:
-    """q, pages and the batch, with padding; `shape` is head_dim, KV heads, group."""
+    """q, pages and the batch, with padding; `shape` is head_dim, KV heads, group.
+
+    Args:
+        spread: standard deviation of the scores.
+    """
     dim, kv_heads, group = shape
-    batch, num_pages = make_batch(query_lens, seq_lens, page, device, pad_rows=2, pad_tokens=3)
-    q = torch.randn(len(batch.token_ids), kv_heads * group, dim, device=device).to(dtype)
+    batch, num_pages = make_batch(query_lens, seq_lens, page, device, pad_rows=1, pad_tokens=2)
+    q = (torch.randn(len(batch.token_ids), kv_heads * group, dim, device=device) * spread).to(dtype)
     return q, make_pages(num_pages, LAYERS, kv_heads, page, dim, q), batch
 
 
@@ -59,7 +70,7 @@ def compare(
     error = (got.double() - want).norm(dim=1) / norm.where(norm > 0, 1.0)
     assert float(error.max()) < ERROR[q.dtype], error
     assert not got[norm == 0].any()  # padding, and rows of length 0
-    assert int((norm == 0).sum()) >= len(q) - batch.num_tokens
+    assert int((norm == 0).sum()) >= len(q) - int(batch.query_start[-1])
 
 
 def poisoned(pages: Tensor, layer: int, batch: Batch) -> Tensor:
@@ -74,3 +85,42 @@ def poisoned(pages: Tensor, layer: int, batch: Batch) -> Tensor:
     ill = torch.full_like(pages, torch.nan)
     ill[:, layer] = torch.where(kept, pages[:, layer], torch.nan)
     return ill
+
+
+def check_balance(q: Tensor, pages: Tensor, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All programs that the device runs at once share the keys evenly, so that several of them work on the longest row.
+
+    Programs that held a part of a row are known by the partial results that they left.
+    """
+    made: list[attention_ranges.Ranges] = []
+
+    def noted(*args: Any) -> attention_ranges.Ranges:
+        ranges = attention_ranges.make_ranges(*args)
+        ranges.weight_log.fill_(torch.nan)
+        made.append(ranges)
+        return ranges
+
+    monkeypatch.setattr(attention_decode, "make_ranges", noted)
+    check(q, pages, batch)
+    [ranges] = made
+    programs, starts = len(ranges.first_row), ranges.tile_start
+    assert programs * pages.shape[3] >= num_multiprocessors(q.device)
+    borders = [min(i * int(ranges.size), int(starts[-1])) for i in range(programs + 1)]
+    assert max(b - a for a, b in pairwise(borders)) < int(starts[-1]) / programs + 1
+    longest = int(batch.seq_lens.argmax())
+    inside = [i for i in range(programs) if borders[i] < starts[longest + 1] and starts[longest] < borders[i + 1]]
+    split = ranges.weight_log.view(programs, 2, -1).isfinite().all(2).any(1)
+    assert len(inside) > programs // 4 and int(split[inside].sum()) >= len(inside) - 1  # one may hold only ROW_COST
+
+
+class Launches:
+    """Stands in for the kernel that makes the map, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernel: Any = attention_ranges._map_ranges
+        self.count = 0
+        monkeypatch.setattr(attention_ranges, "_map_ranges", self)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.count += 1
+        return self.kernel[grid]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +21,8 @@ from wavecore.kernels.ops import KERNEL_FILES
 # the interpreter computes with numpy, which warns where a GPU gives infinity
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
+DTYPES = [torch.float32, torch.float16]
+
 
 def kernel(name: str) -> Callable[..., Any]:
     fn: Callable[..., Any] = getattr(import_module(f"wavecore.kernels.{KERNEL_FILES[name]}"), name)
@@ -32,37 +35,51 @@ def test_kernel_twin_and_operation_take_the_same_arguments(name: str) -> None:
     assert inspect.signature(kernel(name)) == signature == inspect.signature(getattr(ops, name))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", list(KERNEL_FILES))
 def test_example(device: str, name: str, dtype: torch.dtype) -> None:
     assert compare(name, kernel(name), EXAMPLES[name](torch.empty(0, dtype=dtype, device=device))) is None
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 64, 576, 1000])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_add_rms_norm(device: str, hidden: int, with_residual: bool) -> None:
-    x, residual = torch.randn(3, hidden, device=device), torch.randn(3, hidden, device=device)
-    args = x, residual if with_residual else None, torch.randn(hidden, device=device), 1e-5
+def test_add_rms_norm(device: str, hidden: int, with_residual: bool, dtype: torch.dtype) -> None:
+    """A vector of zeros and one so small that eps decides are among them."""
+    vectors = torch.randn(2, 4, hidden, device=device)
+    vectors[:, 0], vectors[:, 1] = 0, vectors[:, 1] * 1e-3
+    (x, residual), weight = vectors.to(dtype), torch.randn(hidden, device=device).to(dtype)
+    args = x, residual if with_residual else None, weight, 1e-5
     assert compare("add_rms_norm", kernel("add_rms_norm"), args) is None
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
-def test_activation_over_several_blocks(device: str, name: str) -> None:
-    assert compare(name, kernel(name), (torch.randn(2, 2 * 1500, device=device) * 4,)) is None
+def test_activation_over_several_blocks(device: str, name: str, dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(2, 2 * 1500, device=device) * 4).to(dtype)
+    assert compare(name, kernel(name), (gate_up,)) is None
 
 
 @pytest.mark.parametrize(
-    "dim, rot, heads, kv_heads", [(64, 64, 9, 3), (96, 96, 1, 1), (128, 32, 2, 1), (256, 256, 3, 2)]
+    "dim, rot, heads, kv_heads", [(64, 64, 5, 2), (96, 96, 1, 1), (128, 32, 2, 1), (256, 256, 3, 2)]
 )
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_norm_rope_write(device: str, dim: int, rot: int, heads: int, kv_heads: int, with_norm: bool) -> None:
-    batch, num_pages = make_batch([1, 1, 6], [9, 1, 7], 4, device, pad_rows=1, pad_tokens=1)
-    qkv = torch.randn(9, (heads + 2 * kv_heads) * dim, device=device)
-    q_norm, k_norm = torch.randn(2, dim, device=device) if with_norm else (None, None)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_rope_write(
+    device: str, dim: int, rot: int, heads: int, kv_heads: int, with_norm: bool, dtype: torch.dtype
+) -> None:
+    """Heads of zeros, and some so small that eps decides, are among them; queries of padding are zero."""
+    batch, num_pages = make_batch([1, 1, 3], [9, 1, 4], 4, device, pad_rows=1, pad_tokens=2)
+    qkv = torch.randn(7, (heads + 2 * kv_heads) * dim, device=device)
+    qkv[0], qkv[1], qkv[-2:] = 0, qkv[1] * 1e-3, torch.nan
+    qkv = qkv.to(dtype)
+    q_norm, k_norm = torch.randn(2, dim, device=device).to(dtype) if with_norm else (None, None)
     pages = make_pages(num_pages, 2, kv_heads, 4, dim, qkv)
+    pages[0] = 1  # where slot -1 would point to
     table = rope_table(16, rot, device)
     args = qkv, q_norm, k_norm, 1e-6, table, batch, pages, 1, heads, kv_heads, 1.0 if with_norm else 0.0
     assert compare("qk_norm_rope_kv_write", kernel("qk_norm_rope_kv_write"), args) is None
+    assert not kernel("qk_norm_rope_kv_write")(*args)[-2:].any()
 
 
 @pytest.mark.parametrize(
@@ -73,18 +90,20 @@ def test_prepare_batch(device: str, query_lens: list[int], seq_lens: list[int], 
     rows = step_rows(query_lens, seq_lens, device, *pads)
     token_table, block_table, _ = tables(seq_lens, 2, device)
     buffers = BatchBuffers.allocate(rows.bucket_tokens + 5, len(rows.slots) + 1, block_table.shape[1] + 3, device)
+    for f in fields(buffers):
+        getattr(buffers, f.name).fill_(77)  # what an earlier step left
     args = rows, token_table, block_table, 2, buffers
     want = reference.prepare_batch(*copy.deepcopy(args))
     got = kernel("prepare_batch")(*args)
-    for name in ("token_ids", "positions", "slot_mapping", "row_of_token", "seq_lens", "sample_index", "query_start"):
+    for name in ("token_ids", "positions", "slot_mapping", "seq_lens", "sample_index", "query_start"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     for row, length in enumerate(seq_lens):
         blocks = -(-length // 2)
         assert torch.equal(got.block_tables[row, :blocks], block_table[row, :blocks])
-    assert (got.num_tokens, got.num_rows, got.shared) == (want.num_tokens, want.num_rows, {})
+    assert (got.num_decode_rows, got.max_query_len, got.shared) == (want.num_decode_rows, want.max_query_len, {})
 
 
 def test_copy_blocks_over_several_programs(device: str) -> None:
     pages = torch.randn(4, 3, 2, 2, 16, 64, device=device)
-    pairs = torch.tensor([[3, 0], [1, 2]], device=device)
+    pairs = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32, device=device)
     assert compare("copy_blocks", kernel("copy_blocks"), (pages, pairs)) is None

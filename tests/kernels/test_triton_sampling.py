@@ -21,6 +21,13 @@ VOCAB = 5000
 INF = math.inf
 
 
+@pytest.fixture(params=[torch.float32, torch.float16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Of the logits."""
+    value: torch.dtype = request.param
+    return value
+
+
 def same(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Both draw alike, and leave the same logits, tokens and counts behind."""
     twin_logits, twin_rows = logits.clone(), copy.deepcopy(rows)
@@ -40,16 +47,16 @@ def column(values: object, device: str, dtype: torch.dtype = torch.float32) -> T
 
 
 @pytest.mark.parametrize("vocab", [3, 2048, VOCAB])
-def test_greedy_and_plain_temperature(device: str, vocab: int) -> None:
+def test_greedy_and_plain_temperature(device: str, vocab: int, dtype: torch.dtype) -> None:
     temperature = column([0.0, 0.5, 1.0, 3.0, 1e-6], device)
-    same(torch.randn(5, vocab, device=device), sampling_rows(5, vocab, device, temperature=temperature))
+    same(torch.randn(5, vocab, device=device).to(dtype), sampling_rows(5, vocab, device, temperature=temperature))
 
 
 @pytest.mark.parametrize(
     "top_k, top_p, min_p",
     [(0, 1.0, 0.3), (1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.6, 0.0), (40, 0.9, 0.0), (40, 0.9, 0.05), (9999, 0.02, 0.0)],
 )
-def test_truncation(device: str, top_k: int, top_p: float, min_p: float) -> None:
+def test_truncation(device: str, top_k: int, top_p: float, min_p: float, dtype: torch.dtype) -> None:
     n = 2
     rows = sampling_rows(
         n,
@@ -60,11 +67,11 @@ def test_truncation(device: str, top_k: int, top_p: float, min_p: float) -> None
         top_p=column([top_p] * n, device),
         min_p=column([min_p] * n, device),
     )
-    same(torch.randn(n, VOCAB, device=device) * 3, rows)
+    same((torch.randn(n, VOCAB, device=device) * 3).to(dtype), rows)
 
 
-def test_truncation_of_equal_and_of_masked_logits(device: str) -> None:
-    logits = torch.zeros(3, 100, device=device)
+def test_truncation_of_equal_and_of_masked_logits(device: str, dtype: torch.dtype) -> None:
+    logits = torch.zeros(3, 100, dtype=dtype, device=device)
     logits[1, 3:] = -INF
     logits[2] = -5.0
     logits[2, 50:] = 4.0
@@ -80,7 +87,7 @@ def test_truncation_of_equal_and_of_masked_logits(device: str) -> None:
 
 
 @pytest.mark.parametrize("top_k, top_p", [(0, 0.9), (4500, 0.9), (4500, 1.0)])
-def test_a_flat_distribution_is_searched_whole(device: str, top_k: int, top_p: float) -> None:
+def test_a_flat_distribution_is_searched_whole(device: str, top_k: int, top_p: float, dtype: torch.dtype) -> None:
     rows = sampling_rows(
         2,
         VOCAB,
@@ -90,10 +97,10 @@ def test_a_flat_distribution_is_searched_whole(device: str, top_k: int, top_p: f
         top_p=column([top_p, 0.5], device),
         min_p=column([0.0, 0.8], device),
     )
-    same(torch.randn(2, VOCAB, device=device) * 0.2, rows)
+    same((torch.randn(2, VOCAB, device=device) * 0.2).to(dtype), rows)
 
 
-def test_edits_penalties_and_allowed_tokens(device: str) -> None:
+def test_edits_penalties_and_allowed_tokens(device: str, dtype: torch.dtype) -> None:
     i32 = torch.int32
     words = (VOCAB + 31) // 32
     rows = sampling_rows(
@@ -119,12 +126,12 @@ def test_edits_penalties_and_allowed_tokens(device: str) -> None:
         allowed_row=column([-1, -1, -1, -1, 1], device, i32),
         allowed=torch.randint(-(1 << 31), 1 << 31, (2, words)).to(i32).to(device),
     )
-    same(torch.randn(5, VOCAB, device=device) * 2, rows)
+    same((torch.randn(5, VOCAB, device=device) * 2).to(dtype), rows)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_faults_and_rows_that_do_not_sample(device: str, temperature: float) -> None:
-    logits = torch.randn(6, 3000, device=device)
+def test_faults_and_rows_that_do_not_sample(device: str, temperature: float, dtype: torch.dtype) -> None:
+    logits = torch.randn(6, 3000, device=device).to(dtype)
     logits[1, 2999] = math.nan
     logits[2] = -INF
     logits[3, :-1] = -INF
@@ -143,6 +150,6 @@ def test_faults_and_rows_that_do_not_sample(device: str, temperature: float) -> 
     assert bool(((tokens[:5] >= 0) & (tokens[:5] < 3000)).all())
 
 
-def test_token_behind_the_table_is_not_written(device: str) -> None:
+def test_token_behind_the_table_is_not_written(device: str, dtype: torch.dtype) -> None:
     positions = column([7, 8], device, torch.int32)
-    same(torch.randn(2, 100, device=device), sampling_rows(2, 100, device, positions=positions))
+    same(torch.randn(2, 100, device=device).to(dtype), sampling_rows(2, 100, device, positions=positions))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ def rope_formula(x: Tensor, position: int, rot: int, base: float = 10000.0) -> T
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_add_rms_norm(offset: float, with_residual: bool) -> None:
     x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
+    x[0], residual[0], x[1], residual[1] = 0, 0, x[1] * 1e-3, residual[1] * 1e-3  # eps decides
     before = x.clone(), residual.clone()
     normed, total = reference.add_rms_norm(x, residual if with_residual else None, weight, 1e-5, offset)
     want = x.double() + (residual.double() if with_residual else 0)
@@ -59,17 +61,18 @@ def test_gated_activations() -> None:
 @pytest.mark.parametrize("rot, with_norm, offset", [(64, False, 0.0), (32, True, 0.0), (64, True, 1.0)])
 def test_norm_rope_write(rot: int, with_norm: bool, offset: float) -> None:
     heads, kv_heads, dim, layer = 4, 2, 64, 1
-    batch, num_pages = make_batch([1, 1, 6], [9, 1, 7], PAGE, pad_rows=1, pad_tokens=1)
-    tokens = len(batch.token_ids)
-    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
+    batch, num_pages = make_batch([1, 1, 6], [9, 1, 7], PAGE, pad_rows=1, pad_tokens=2)
+    qkv = torch.randn(10, (heads + 2 * kv_heads) * dim)
+    qkv[0], qkv[1], qkv[-2:] = 0, qkv[1] * 1e-3, math.nan  # eps decides; padding
     q_norm, k_norm = (torch.randn(dim), torch.randn(dim)) if with_norm else (None, None)
     pages = make_pages(num_pages, 2, kv_heads, PAGE, dim, qkv)
+    pages[0] = 1
     before = pages.clone()
     q = reference.qk_norm_rope_kv_write(
         qkv, q_norm, k_norm, 1e-6, rope_table(16, rot, "cpu"), batch, pages, layer, heads, kv_heads, offset
     )
     want_pages = before.double()
-    for t in range(batch.num_tokens):
+    for t in range(8):
         parts = qkv[t].double().view(-1, dim)
         wq, wk, wv = parts[:heads], parts[heads : heads + kv_heads], parts[heads + kv_heads :]
         if q_norm is not None and k_norm is not None:
@@ -81,7 +84,7 @@ def test_norm_rope_write(rot: int, with_norm: bool, offset: float) -> None:
         want_pages[slot // PAGE, layer, 1, :, slot % PAGE] = wv
     torch.testing.assert_close(pages.double(), want_pages, atol=1e-5, rtol=1e-5)
     assert torch.equal(pages[:, 0], before[:, 0])
-    assert not pages[0].any()  # padding wrote nothing
+    assert torch.equal(pages[0], before[0]) and not q[-2:].any()  # padding
 
 
 def test_prepare_batch() -> None:
@@ -89,20 +92,23 @@ def test_prepare_batch() -> None:
     rows = step_rows(query_lens, seq_lens, "cpu", pad_rows=2, pad_tokens=3)
     token_table, block_table, _ = tables(seq_lens, PAGE, "cpu")
     buffers = BatchBuffers.allocate(32, 8, block_table.shape[1] + 2, "cpu")
+    for f in fields(buffers):
+        getattr(buffers, f.name).fill_(77)  # what an earlier step left
     batch = reference.prepare_batch(rows, token_table, block_table, PAGE, buffers)
     t = 0
     for row, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
         for position in range(length - queries, length):
-            assert batch.positions[t] == position and batch.row_of_token[t] == row
+            assert batch.positions[t] == position
             assert batch.token_ids[t] == token_table[row, position]
             assert batch.slot_mapping[t] == block_table[row, position // PAGE] * PAGE + position % PAGE
             t += 1
         assert batch.sample_index[row] == t - 1
         blocks = -(-length // PAGE)
         assert torch.equal(batch.block_tables[row, :blocks], block_table[row, :blocks])
-    assert t == batch.num_tokens == 10 and len(batch.token_ids) == 13
+    assert t == 10 and len(batch.token_ids) == 13
     assert batch.seq_lens.tolist() == [*seq_lens, 0, 0]
-    assert batch.slot_mapping[t:].tolist() == [-1] * 3 == batch.row_of_token[t:].tolist()
+    assert batch.slot_mapping[t:].tolist() == [-1] * 3
+    assert not batch.token_ids[t:].any() and not batch.positions[t:].any() and not batch.sample_index[4:].any()
     assert batch.shared == {}
 
 
@@ -110,7 +116,7 @@ def test_copy_blocks() -> None:
     pages = torch.randn(6, 2, 2, 1, PAGE, 8)
     want = pages.clone()
     want[4], want[2] = pages[1], pages[5]
-    reference.copy_blocks(pages, torch.tensor([[1, 4], [5, 2]]))
+    reference.copy_blocks(pages, torch.tensor([[1, 4], [5, 2]], dtype=torch.int32))
     assert torch.equal(pages, want)
-    reference.copy_blocks(pages, torch.empty(0, 2, dtype=torch.int64))
+    reference.copy_blocks(pages, torch.empty(0, 2, dtype=torch.int32))
     assert torch.equal(pages, want)

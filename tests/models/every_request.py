@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "min_tokens": {"temperature": 0.0, "min_tokens": 5, "stop_token_ids": [7]},
     "allowed_token_ids": {"allowed_token_ids": [1, 2]},
     "logprobs": {"logprobs": 5},
+    "many alternatives": {"logprobs": 40, "prompt_logprobs": 40},
     "no alternatives": {"logprobs": 0, "prompt_logprobs": 0},
     "prompt_logprobs": {"prompt_logprobs": 3, "temperature": 0.0},
 }
@@ -46,9 +47,15 @@ def every_request(runner: Any, rows: int, tokens: int) -> Iterator[tuple[str, Ca
         driver = Driver(runner)
         driver.run([driver.add([5] * length, 2, 0)], chunk=50)
 
-    def embed(**more: Any) -> None:
+    def come_back(said: int) -> None:
         driver = Driver(runner)
-        driver.step([driver.add([5] * 30, 1, i, **more) for i in range(3)])
+        sequence = driver.add([5] * 21, said + 2, 0, SamplingParams(seed=1, max_tokens=100, repetition_penalty=1.2))
+        sequence.tokens += [5] * said
+        driver.run([sequence])
+
+    def embed(chunk: int = 30, **more: Any) -> None:
+        driver = Driver(runner)
+        driver.run([driver.add([5] * 30, 1, i, **more) for i in range(3)], chunk)
 
     for name, options in OPTIONS.items():
         yield name, lambda options=options: run(3, 3, **options)
@@ -59,9 +66,11 @@ def every_request(runner: Any, rows: int, tokens: int) -> Iterator[tuple[str, Ca
     lengths = [n for n in (*range(2, 34), 63, 64, 65, 127, 128, 129, 255, 256, longest) if n <= longest]
     yield "a step of any size", lambda: [run(1, 1, length) for length in lengths]
     yield "a prompt in chunks", lambda: in_chunks(longest)
+    yield "requests that come back with output", lambda: [come_back(said) for said in (1, 30)]
     yield "prompt embeddings", lambda: embed(embeds=np.zeros((30, runner.info.hidden_size), np.float32))
     for pooling in ("mean", "last"):
         yield f"pooling {pooling}", lambda pooling=pooling: embed(pooling=pooling)
+        yield f"pooling {pooling} in chunks", lambda pooling=pooling: embed(7, pooling=pooling)
     for copies in ([(1, 2)], [(1, 2), (3, 4), (5, 6)]):
         yield f"{len(copies)} copies", lambda copies=copies: Driver(runner).move(copies=copies)
     yield "attention map", lambda: [runner.attention_map([5] * length, 1, 1) for length in (1, 2, 16, 17, 40, 200)]

@@ -1,22 +1,22 @@
-"""The logits after every token of given sequences: of our decoder, without a plan, and of transformers."""
+"""The logits after every token of given sequences: of our runner and of transformers."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from tests.models.driver import Driver
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from wavecore.kernels import ops
-from wavecore.kernels.batch import BatchBuffers
-from wavecore.kernels.examples import step_rows
+from wavecore.engine_core.step_shape import StepShape
+from wavecore.kernels.batch import StepRows
 
 
-@torch.inference_mode()
 def our_logits(runner: Any, ids: Tensor, chunk: int, first: int = 0) -> Tensor:
-    """[rows, length - first, vocab], of the runner's dtype.
+    """[rows, length - first, vocab], of the runner's dtype, from steps that the runner launches.
 
     Args:
         runner: a ModelRunner with blocks enough; what its cache holds is lost.
@@ -24,22 +24,23 @@ def our_logits(runner: Any, ids: Tensor, chunk: int, first: int = 0) -> Tensor:
         chunk: tokens of each row in a step: 1 goes through decode attention, more through prefill.
         first: position of the first token whose logits are wanted.
     """
-    model, device, size = runner.model, runner.device, runner.info.block_size
-    rows, length = ids.shape
-    blocks = -(-length // size)
-    assert rows * blocks < runner.info.num_blocks
-    block_table = (torch.randperm(rows * blocks) + 1).int().view(rows, blocks).to(device)
-    token_table = ids.int().to(device)
-    buffers = BatchBuffers.allocate(rows * chunk, rows, blocks, device)
-    parts = []
-    for start in range(0, length, chunk):
+    forward, model, parts = runner.forward, runner.model, []
+    count, length = ids.shape
+    starts = iter(range(0, length, chunk))
+
+    def noted(rows: StepRows, embeds_of: StepShape | None = None) -> Any:
+        batch, x, residual = forward(rows, embeds_of)
+        start = next(starts)
         end = min(start + chunk, length)
-        step = step_rows([end - start] * rows, [end] * rows, device)
-        batch = ops.prepare_batch(step, token_table, block_table, size, buffers)
-        x, residual = model.forward(model.embed(batch.token_ids), batch, runner.pages)
         if end > first:
-            hidden = model.final(x, residual).view(rows, end - start, -1)[:, max(0, first - start) :]
-            parts.append(model.logits(hidden.flatten(0, 1)).view(rows, hidden.shape[1], -1))
+            live = count * (end - start)  # padding comes behind
+            hidden = model.final(x[:live], residual[:live]).view(count, end - start, -1)[:, max(0, first - start) :]
+            parts.append(model.logits(hidden.flatten(0, 1)).view(count, hidden.shape[1], -1))
+        return batch, x, residual
+
+    driver = Driver(runner)
+    with patch.object(runner, "forward", noted):
+        driver.run([driver.add(row, 1, slot) for slot, row in enumerate(ids.tolist())], chunk)
     return torch.cat(parts, 1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,13 +15,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from tests.models.checkpoints import make_config, save_model
 from tests.models.driver import load
+from tests.models.ways_out import ways_out
 
-from wavecore.engine_core import device_memory, memory
+from wavecore.engine_core import device_memory, loader, memory
+from wavecore.engine_core import measure as measuring
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.plan import OutOfMemory, RunnerInfo
-from wavecore.engine_core.shares import GIB, Shares
+from wavecore.engine_core.shares import GIB, MARGIN, Shares
 from wavecore.transport.errors import ConfigError, ResourceError, WavecoreError
 
 MIB = 1 << 20
@@ -118,48 +120,60 @@ class FakeCuda:
         self.reserved += keep - size
 
 
+Measure = Callable[..., tuple[Shares, str]]
+
+
 @pytest.fixture
-def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shares]:
+def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
     """measure(fault) loads 15 GiB of weights, 1 GiB of tables, and runs steps that take 2 GiB and keep 1 GiB."""
 
-    def run(fault: Exception | None = None, **settings: Any) -> Shares:
+    def run(fault: Exception | None = None, **settings: Any) -> tuple[Shares, str]:
         cuda, runner = FakeCuda(monkeypatch), FakeRunner()
         cuda.take(16 * GIB, keep=16 * GIB)
         runner.memory_stats = lambda: {"weights_bytes": 15 * GIB}  # type: ignore[attr-defined]
         runner.pages = SimpleNamespace(nbytes=2 * runner.block_bytes)  # type: ignore[attr-defined]
-        runner.allocate = lambda *_: cuda.take(4 * MIB, keep=4 * MIB)  # type: ignore[method-assign]
+        runner.allocate = lambda blocks, _: cuda.take(blocks * 2 * MIB, keep=blocks * 2 * MIB)  # type: ignore[method-assign]
 
         def warm(*_: object) -> None:
             cuda.take(2 * GIB, keep=GIB)
             if fault is not None:
                 raise fault
 
-        def graph(*_: object) -> int:
+        def graph(_runner: object, plan: object) -> int:
+            assert plan == "the largest graph"
             cuda.take(3 * GIB)  # given back: no part of what steps take
             return 100 * MIB
 
-        monkeypatch.setattr(memory, "warm_up", warm)
-        monkeypatch.setattr(memory, "graph_bytes", graph)
-        monkeypatch.setattr(memory, "full_decode", lambda *_: None)
-        monkeypatch.setattr(memory, "processes", lambda _device: "77 (9 MiB)")
-        return memory.measure(runner, EngineConfig(**settings))  # type: ignore[arg-type]
+        monkeypatch.setattr(measuring, "warm_up", warm)
+        monkeypatch.setattr(measuring, "graph_bytes", graph)
+        monkeypatch.setattr(measuring, "largest_graph", lambda *_: "the largest graph")
+        return measuring.measure(runner, EngineConfig(**settings))  # type: ignore[arg-type]
 
     return run
 
 
-def test_what_is_measured(measure: Callable[..., Shares]) -> None:
+def test_what_is_measured(measure: Measure) -> None:
     got = measure(gpu_memory_utilization=0.8)
-    assert got == Shares(24 * GIB, 0.8, 15 * GIB, GIB, 2 * GIB + memory.SLACK, 100 * MIB, 3 * GIB)
-    assert measure(custom_ops={"silu_mul": "m:f"}).graphs == 0  # a user's kernel is not captured
+    assert got == (Shares(24 * GIB, 0.8, 15 * GIB, GIB, 2 * GIB + measuring.SLACK, 100 * MIB, 3 * GIB), "")
+    assert measure(custom_ops={"silu_mul": "m:f"})[0].graphs == 0  # a user's kernel is not captured
 
 
-def test_steps_that_do_not_fit_while_measuring(measure: Callable[..., Shares]) -> None:
-    with pytest.raises(ConfigError, match=r"beside the weights: a step of 9 rows.*would fit with a lower"):
-        measure(OutOfMemory("a step of 9 rows and 9 tokens does not fit: CUDA out of memory"))
-    with pytest.raises(
-        ConfigError, match="CUDA error: out of memory; it would fit with a lower max_num_batched_tokens"
-    ):
-        measure(RuntimeError("CUDA error: out of memory\nmore words"))
+def failed_capture() -> Exception:
+    """What torch raises where memory runs out while a graph is captured."""
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("the capture failed")
+    except RuntimeError as error:
+        return error
+
+
+def test_steps_that_do_not_fit_while_measuring(measure: Measure) -> None:
+    shares, fault = measure(OutOfMemory("a step of 9 rows and 9 tokens does not fit: CUDA out of memory"))
+    assert fault.startswith("a step of 9 rows") and shares.weights == 15 * GIB
+    assert measure(RuntimeError("CUDA error: out of memory\nmore words"))[1] == "CUDA error: out of memory"
+    assert measure(failed_capture())[1] == "the capture failed"
     with pytest.raises(RuntimeError, match="no kernel image"):
         measure(RuntimeError("no kernel image"))
 
@@ -174,6 +188,8 @@ class FakeRunner:
         self.block_bytes = block_bytes
         self.state = SimpleNamespace(max_blocks=max_blocks)
         self.device = torch.device("cuda:0")
+        rope = SimpleNamespace(dim=128)
+        self.model = SimpleNamespace(spec=SimpleNamespace(ropes=(rope,), max_model_len=16 * max_blocks))
         self.info = RunnerInfo(0, 0, 16, 16 * max_blocks, 1000, 64, (), "bfloat16", "cuda:0")
         self.allocated: tuple[int, int] | None = None
 
@@ -186,12 +202,21 @@ Size = Callable[..., tuple[FakeRunner, int]]
 
 @pytest.fixture
 def size(monkeypatch: pytest.MonkeyPatch) -> Size:
-    """size(shares, settings) runs `allocate_kv` with this measurement; returns the runner and its blocks."""
+    """size(shares, settings) runs `allocate_kv` with this measurement; returns the runner and its blocks.
 
-    def run(measured: Shares, **settings: Any) -> tuple[FakeRunner, int]:
+    With smaller steps activations are in proportion, or steps fail while they have more tokens than `fail_above`.
+    """
+
+    def run(measured: Shares, fail_above: int = 1 << 30, **settings: Any) -> tuple[FakeRunner, int]:
         runner = FakeRunner()
+
+        def measure(now: EngineConfig) -> tuple[Shares, str]:
+            part = now.max_num_batched_tokens * measured.activations // config.max_num_batched_tokens
+            fault = "a step of 9 rows" if now.max_num_batched_tokens > fail_above else ""
+            return replace(measured, activations=part), fault
+
         config = EngineConfig(**{"max_model_len": 8192, "gpu_memory_utilization": measured.utilization, **settings})
-        monkeypatch.setattr(memory, "measure", lambda *_: measured)
+        monkeypatch.setattr(memory, "measure", lambda _runner, config: measure(config))
         monkeypatch.setattr(memory, "processes", lambda _device: "77 (9 MiB)")
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, measured.total))
         memory.allocate_kv(runner, config)  # type: ignore[arg-type]
@@ -208,7 +233,7 @@ def size(monkeypatch: pytest.MonkeyPatch) -> Size:
         (gib(24, 0.5, 15.01, 1.5, 0.7), "0.74"),
         (gib(139.8, 0.1, 15.01, 2.28, 70.0), "0.14"),
         (gib(139.8, 0.45, 15.01, 2.28, 125.0), None),
-        (gib(139.8, 0.90, 15.01, 2.28, 124.3), None),
+        (gib(139.8, 0.90, 15.01, 2.28, 125.0), None),
     ],
 )
 def test_the_share_that_would_fit(measured: Shares, utilization: str | None, size: Size) -> None:
@@ -224,26 +249,27 @@ def test_the_share_that_would_fit(measured: Shares, utilization: str | None, siz
     assert "GPU memory" in str(refused.value) and "left free" in str(refused.value)
 
 
-def test_smaller_steps_are_offered_only_where_they_make_room(size: Size) -> None:
-    words = "a lower max_num_batched_tokens or max_num_seqs"
-    with pytest.raises(ConfigError, match=words):
-        size(gib(24, 0.72, 15.01, 2.5, 0.7))
-    with pytest.raises(ConfigError, match="gpu_memory_utilization") as refused:
-        size(gib(24, 0.60, 15.01, 2.5, 0.7))
-    assert words not in str(refused.value)
-    with pytest.raises(ConfigError, match=words) as refused:  # others leave no larger share
-        size(gib(24, 0.9, 15.01, 3.5, 5))
-    assert "gpu_memory_utilization" not in str(refused.value).splitlines()[0]
+def refused(size: Size, measured: Shares, kind: type[WavecoreError] = ConfigError, **settings: Any) -> str:
+    with pytest.raises(kind) as refusal:
+        size(measured, **settings)
+    return str(refusal.value)
+
+
+def test_smaller_steps_are_named_where_nothing_else_makes_room(size: Size) -> None:
+    """With the numbers of the first that fit, and what must change besides."""
+    crowded = gib(24, 0.95, 15.01, 3.5, 5.6)  # others leave no larger share
+    [way] = ways_out(refused(size, crowded))
+    assert way == {"max_num_batched_tokens": 4096, "max_num_seqs": 128}
+    assert size(replace(crowded, activations=crowded.activations // 2), **way)[1] >= 513
+    [way] = ways_out(refused(size, replace(crowded, utilization=0.6)))
+    assert way == {"max_num_batched_tokens": 4096, "max_num_seqs": 128, "gpu_memory_utilization": 0.75}
 
 
 def test_a_shorter_length_that_would_fit(size: Size) -> None:
     measured = gib(24, 0.75, 15.01, 2.5, 0.7)
-    with pytest.raises(ConfigError) as refused:
-        size(measured, max_model_len=8192)
-    length = re.search(r"max_model_len (\d+)", str(refused.value))
-    assert length is not None and 0 < int(length[1]) < 8192
-    blocks = int(measured.kv_cache // (2 * MIB))
-    assert int(length[1]) == 16 * (blocks - 1)
+    share, shorter = ways_out(refused(size, measured, max_model_len=8192))
+    blocks = (measured.kv_cache - MARGIN) // (2 * MIB)
+    assert list(share) == ["gpu_memory_utilization"] and shorter == {"max_model_len": 16 * (blocks - 1)}
 
 
 def test_the_cache_takes_the_whole_share_for_cached_prefixes_and_no_more_than_is_useful_without(size: Size) -> None:
@@ -266,25 +292,28 @@ def test_an_override_goes_before_the_share_but_not_beyond_the_device(size: Size)
     measured = gib(24, 0.1, 15, 2, 1)
     _, blocks = size(measured, num_gpu_blocks_override=3000)
     assert blocks == 3000
-    with pytest.raises(ConfigError, match=r"num_gpu_blocks_override 4000 takes 7.81 GiB") as refused:
-        size(measured, num_gpu_blocks_override=4000)
-    most = re.search(r"fit with num_gpu_blocks_override (\d+)", str(refused.value))
-    assert most is not None and 3000 < int(most[1]) < 4000
-    assert size(measured, num_gpu_blocks_override=int(most[1]))[1] == int(most[1])
+    words = refused(size, measured, num_gpu_blocks_override=4000)
+    assert "num_gpu_blocks_override 4000 takes 7.81 GiB" in words
+    [way] = ways_out(words)
+    most = way["num_gpu_blocks_override"]
+    assert 3000 < most < 4000 and size(measured, **way)[1] == most
     with pytest.raises(ResourceError, match="no setting makes room"):
-        size(gib(24, 0.9, 15, 2, 8), num_gpu_blocks_override=100)
+        size(gib(24, 0.9, 15, 2, 8.9), num_gpu_blocks_override=100)
 
 
 def test_largest_steps_that_do_not_fit(size: Size) -> None:
-    def refusal(measured: Shares) -> WavecoreError:
-        return memory._too_large_steps(OutOfMemory("a step of 9 rows"), FakeRunner(), measured)  # type: ignore[arg-type]
+    measured = gib(24, 0.9, 15, 2, 1)
+    words = refused(size, measured, fail_above=3000)
+    assert "a step of 9 rows" in words and "GPU memory" in words
+    assert ways_out(words) == [{"max_num_batched_tokens": 2048, "max_num_seqs": 64}]
+    assert "no setting makes room" in refused(size, measured, ResourceError, fail_above=0)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "processes", lambda _device: "77 (9 MiB)")
-        found = refusal(gib(24, 0.9, 15, 8, 1))
-        assert isinstance(found, ConfigError) and "lower max_num_batched_tokens" in str(found)
-        assert "a step of 9 rows" in str(found) and "GPU memory" in str(found)
-        assert isinstance(refusal(gib(24, 0.9, 15, 8, 8.9)), ResourceError)
+
+def test_the_start_tells_where_the_memory_is(size: Size, caplog: pytest.LogCaptureFixture) -> None:
+    measured = gib(24, 0.9, 15, 2, 1)
+    with caplog.at_level("INFO", "wavecore"):
+        _, blocks = size(measured)
+    assert measured.table(blocks, 2 * MIB, "77 (9 MiB)") in caplog.messages
 
 
 def test_weights_that_cannot_fit_are_refused_before_they_are_read(
@@ -294,6 +323,44 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(
     monkeypatch.setattr("wavecore.engine_core.weights.partial", lambda *_: None)  # nothing can be read
     with pytest.raises(ResourceError, match=r"weights of .*model take .* GiB as float32, and of cpu's 64 GiB only"):
         load(folder)
+    half = sum(t.numel() for t in load_file(folder / "model.safetensors").values()) * 2
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=half, total=64 * GIB))
+    with pytest.raises(ConfigError, match=r"as float32, .* would fit with dtype bfloat16"):
+        load(folder)
+    monkeypatch.undo()
+    assert load(folder, dtype="bfloat16").info.dtype == "bfloat16"
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=half - 1, total=64 * GIB))
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ResourceError, match="no setting makes room"):
+            load(folder, dtype=dtype)
+
+
+def test_weights_that_do_not_fit_after_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loader, "load_folder", short)
+    with pytest.raises(ConfigError, match=r"model do not fit into memory: CUDA out of memory; .* dtype bfloat16"):
+        load(folder)
+    with pytest.raises(ResourceError, match="no setting makes room"):
+        load(folder, dtype="bfloat16")
+
+
+def test_tables_that_do_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first bounds of steps that fit are named, and start."""
+    make = loader.ModelRunner
+
+    def limited(model: Any, info: RunnerInfo, rows: int, tokens: int) -> Any:
+        if rows * tokens > 64 * 1024:
+            raise MemoryError("no room")
+        return make(model, info, rows, tokens)
+
+    monkeypatch.setattr(loader, "ModelRunner", limited)
+    with pytest.raises(ConfigError, match="the tables of all requests do not fit into memory: no room") as refusal:
+        load(folder, max_num_batched_tokens=5000, max_num_seqs=100)
+    [way] = ways_out(str(refusal.value))
+    assert way == {"max_num_batched_tokens": 2048, "max_num_seqs": 32}
+    load(folder, **way)
 
 
 def test_bytes_of_the_weights_are_those_of_the_parameters(folder: Path) -> None:
@@ -304,24 +371,33 @@ def test_bytes_of_the_weights_are_those_of_the_parameters(folder: Path) -> None:
 
 @given(st.integers(1, 1 << 20), st.integers(1, 10_000))
 def test_a_suggested_size_of_a_cpu_cache_fits(block_bytes: int, need: int) -> None:
-    suggested = memory.fitting_gib(block_bytes * need)
+    suggested = device_memory.fitting_gib(block_bytes * need)
     assert int(float(f"{suggested:g}") * GIB) // block_bytes >= need
 
 
 def test_a_suggested_size_of_a_cpu_cache_starts(folder: Path) -> None:
     settings: dict[str, Any] = {"num_gpu_blocks_override": None, "max_model_len": 200}
-    with pytest.raises(ConfigError, match="max_model_len 8 or kv_cache_memory_gib") as refused:
+    with pytest.raises(ConfigError, match="max_model_len 8, or kv_cache_memory_gib") as refused:
         load(folder, kv_cache_memory_gib=4e-5, **settings)
-    found = re.search(r"kv_cache_memory_gib ([\d.]+)", str(refused.value))
-    assert found is not None
-    assert load(folder, kv_cache_memory_gib=float(found[1]), **settings).info.num_blocks >= 51
+    for way in ways_out(str(refused.value)):
+        load(folder, **{"kv_cache_memory_gib": 4e-5, **settings, **way})
 
 
 def test_swap_space_and_blocks_that_no_host_has(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="swap_space_gib 900000: only"):
-        load(folder, swap_space_gib=900_000)
-    with pytest.raises(ResourceError, match="lower num_gpu_blocks_override"):
-        load(folder, num_gpu_blocks_override=(1 << 31) - 1, block_size=1 << 16)
+    for asked in ({"swap_space_gib": 900_000}, {"num_gpu_blocks_override": (1 << 31) - 1, "block_size": 1 << 16}):
+        with pytest.raises(ConfigError) as refusal:
+            load(folder, **asked)
+        [way] = ways_out(str(refusal.value))
+        assert list(way) == list(asked)[:1]
+        if "num_gpu_blocks_override" in way:
+            load(folder, **asked | way)
+        else:  # would take half of the host's memory at once
+            assert 0 <= way["swap_space_gib"] * GIB < 0.7 * device_memory.host_memory()[0]
+    cache: dict[str, Any] = {"num_gpu_blocks_override": None, "block_size": 1 << 16, "enable_prefix_caching": False}
+    with pytest.raises(ConfigError, match="kv_cache_memory_gib") as refusal:
+        load(folder, max_num_seqs=65_536, max_num_batched_tokens=65_536, kv_cache_memory_gib=9e9, **cache)
+    [way] = ways_out(str(refusal.value))
+    load(folder, **cache | way)
 
 
 # --- who the others are -----------------------------------------------------------------------------------------------

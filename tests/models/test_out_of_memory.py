@@ -64,7 +64,9 @@ def test_swap_space_that_the_host_cannot_give_is_named(
         return zeros(*shape, **more)
 
     monkeypatch.setattr(runner, "zeros", failing)
-    with pytest.raises(ResourceError, match=r"give 0\.0078\d* GiB .*out of memory.*; lower swap_space_gib"):
+    with pytest.raises(
+        ResourceError, match=r"give 0\.0078\d* GiB .*out of memory.*; it would start with swap_space_gib 0"
+    ):
         load(folder, swap_space_gib=0.00785, num_gpu_blocks_override=2000)
 
 

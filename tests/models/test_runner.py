@@ -14,10 +14,10 @@ from tests.models.checkpoints import make_config, save_model
 from tests.models.driver import Driver, load
 from tests.models.engine import Engine
 
+from wavecore.engine_core.block_copies import _runs
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.engine_core.step_shape import bucket
-from wavecore.engine_core.swap_stream import _runs
 from wavecore.kernels import ops
 from wavecore.transport.errors import ConfigError, ResourceError
 
@@ -80,7 +80,7 @@ def test_not_enough_memory_to_load_is_said_as_such(folder: Path, monkeypatch: py
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 34359738368 bytes.")
 
     monkeypatch.setattr("wavecore.engine_core.loader.Decoder", fail)
-    with pytest.raises(ResourceError, match=r"does not fit into memory.*34359738368 bytes.*lower max_model_len"):
+    with pytest.raises(ResourceError, match=r"do not fit into memory.*34359738368 bytes.*no setting makes room"):
         load(folder)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from tests.models.late_copies import LateDevice
 
-from wavecore.engine_core.plan import StepPlan
+from wavecore.engine_core.plan import Admission, StepPlan
+from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.engine_core.step_copies import DEPTH, CopyIn, CopyOut
 from wavecore.engine_core.step_input import StepInput
 from wavecore.engine_core.step_shape import MAX_BUCKET, StepShape
@@ -131,7 +134,7 @@ def plan(slots: list[int], lens: list[int], **more: object) -> StepPlan:
         samples=np.array(columns["samples"], np.uint8),
         swap_out=PAIRS,
         swap_in=PAIRS,
-        copies=np.array(more.get("copies", PAIRS), np.int32).reshape(-1, 2),
+        copies=PAIRS,
         admitted=(),
         block_slots=np.array(more.get("block_slots", NONE), np.int32),
         block_indices=np.array(more.get("block_indices", NONE), np.int32),
@@ -160,6 +163,29 @@ def test_rows_lie_at_the_same_place_whatever_the_step_before() -> None:
     assert shape.order is not None and shape.plan_rows(np.array([0, 2])) == [1, 0]
     assert step_input.rows(5).slots.data_ptr() == step_input.rows(9).slots.data_ptr()
     assert rows.slots.data_ptr() % 16 == rows.positions.data_ptr() % 16 == rows.query_start.data_ptr() % 16
+
+
+@pytest.mark.parametrize("entries", [0, 3])
+def test_a_step_is_one_copy_and_one_more_where_a_slot_begins(
+    device: LateDevice, monkeypatch: pytest.MonkeyPatch, entries: int
+) -> None:
+    device.step_copies(monkeypatch)
+    step_input = StepInput(16, 32, CPU, Uploads(CPU))
+    columns, some = np.arange(1, 33, dtype=np.int32), list(range(entries))
+    steady = plan([5, 2, 7], [1, 1, 1], block_slots=some, block_indices=some, block_ids=some)
+    shape = StepShape.of(steady, (64, 16))
+    step_input.bring(steady, shape, np.array([1], np.int32), columns)
+    [(target, _)] = device.queue
+    assert target.is_contiguous() and target.data_ptr() == step_input.copy.target.data_ptr()
+    assert len(target) == step_input.changes_at + 3 * entries
+    begins = Admission(5, np.zeros(3, np.int32), 3, SamplingParams())
+    step_input.bring(replace(steady, admitted=(begins,)), shape, None, columns)
+    _, (again, _), (brought, _) = device.queue
+    assert again.shape == target.shape and again.data_ptr() == target.data_ptr()
+    assert brought.data_ptr() == step_input.columns.data_ptr() and len(brought) == 32
+    device.run(len(device.queue))
+    assert step_input.columns.tolist() == columns.tolist()
+    assert step_input.rows(3).slots.tolist() == [5, 2, 7]
 
 
 def test_padding_of_rows_and_tokens() -> None:
@@ -191,9 +217,8 @@ def test_changes_fit_the_vector_or_come_apart(entries: int) -> None:
     step_input = StepInput(8, 4, CPU, Uploads(CPU))
     step_input.columns.fill_(5)
     slots, indices, ids = np.random.default_rng(1).integers(0, 1 << 20, (3, entries)).astype(np.int32)
-    changed = plan([0], [1], copies=[(1, 2), (3, 4)], block_slots=slots, block_indices=indices, block_ids=ids)
-    assert (4 + 3 * entries > step_input.room) == (entries == 4000)
+    changed = plan([0], [1], block_slots=slots, block_indices=indices, block_ids=ids)
+    assert (3 * entries > step_input.room) == (entries == 4000)
     changes = step_input.bring(changed, StepShape.of(changed, None), None, step_input.columns.numpy())
-    assert changes.copies.tolist() == [[1, 2], [3, 4]]
-    assert (changes.table.numpy() == np.stack((slots, indices, ids))).all()
+    assert (changes.numpy() == np.stack((slots, indices, ids))).all()
     assert step_input.columns.tolist() == [5] * 4

@@ -16,7 +16,6 @@ from tests.models.driver import GREEDY, Driver, load
 from tests.models.engine import CLIENT, Engine
 
 from wavecore.engine_core.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
-from wavecore.engine_core.step_input import Changes
 from wavecore.kernels import ops
 from wavecore.kernels.batch import StepRows
 from wavecore.kernels.sampling_rows import SamplingRows
@@ -63,7 +62,7 @@ def storages(root: Any) -> dict[int, int]:
 
 def kept(runner: Any) -> dict[int, int]:
     """All but weights and KV cache."""
-    return storages([runner.state, runner.buffers, runner.out, runner.swaps])
+    return storages([runner.state, runner.buffers, runner.out, runner.copies])
 
 
 def random_request(draw: random.Random, table: Any) -> tuple[list[int], dict[str, Any], Any, dict[str, Any]]:
@@ -173,7 +172,7 @@ def test_only_the_steps_part_of_prompt_embeddings_is_brought(
     driver = Driver(load(folder))
     state: Any = driver.runner.state  # type: ignore[attr-defined]
     brought, new = [], state.uploads.new
-    monkeypatch.setattr(state.uploads, "new", lambda v, dtype: brought.append(len(v)) or new(v, dtype))
+    monkeypatch.setattr(state.uploads, "new", lambda v: brought.append(len(v)) or new(v))
     ids = PROMPT * 3
     want = driver.run([driver.add(ids, 5, 0)])
     assert driver.run([driver.add([0] * len(ids), 5, 1, embeds=table[ids])], chunk=7) == want
@@ -185,7 +184,7 @@ def test_changes_that_do_not_fit_the_steps_vector(folder: Path, monkeypatch: pyt
     want = driver.run([driver.add(PROMPT * 5, 9, i) for i in range(3)])
     state: Any = driver.runner.state  # type: ignore[attr-defined]
     apart, new = [], state.uploads.new
-    monkeypatch.setattr(state.uploads, "new", lambda v, dtype: apart.append(len(v)) or new(v, dtype))
+    monkeypatch.setattr(state.uploads, "new", lambda v: apart.append(len(v)) or new(v))
     monkeypatch.setattr(state.input, "room", 8)
     assert driver.run([driver.add(PROMPT * 5, 9, i) for i in range(3)]) == want
     assert max(apart) > 60
@@ -196,7 +195,7 @@ def test_places_in_the_block_table_may_lie_beyond_32_bits(folder: Path) -> None:
     state: Any = load(folder).state  # type: ignore[attr-defined]
     found: list[Any] = []
     state.block_table = SimpleNamespace(index_put_=lambda place, ids: found.append((*place, ids)))
-    state.apply(Changes(torch.zeros((0, 2)), torch.tensor([[65535], [65537], [9]], dtype=torch.int32)))
+    state.apply(torch.tensor([[65535], [65537], [9]], dtype=torch.int32))
     [(slots, indices, ids)] = found
     assert (slots.tolist(), indices.tolist(), ids.tolist()) == ([65535], [65537], [9])
     assert slots.dtype == indices.dtype == torch.int64

@@ -15,10 +15,11 @@ from tests.models.checkpoints import make_config, save_model
 from tests.models.engine import Engine
 
 from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.plan import RunnerInfo, StepPlan
-from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.plan import Admission, RunnerInfo, StepPlan
+from wavecore.engine_core.row_extras import CHUNK
+from wavecore.engine_core.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.engine_core.step_shape import MAX_BUCKET, StepShape, bucket
-from wavecore.engine_core.warm_up import warm_up
+from wavecore.engine_core.warm_up import largest_graph, warm_up
 
 
 class Recorder:
@@ -68,13 +69,33 @@ def test_the_largest_steps_are_among_them(sizes: tuple[int, int, int]) -> None:
     assert any(all(p.logprobs and p.prompt_logprobs and p.repetition_penalty != 1 for p in each) for each in asked)
     assert any(all(p.temperature == 0 and not p.logprobs for p in each) for each in asked)
     for option in ("prompt_embeds", "pooling"):
-        most_asked = max(sum(len(a.token_ids) for a in p.admitted if _has(a, option)) for p in plans)
-        assert most_asked == most
+        assert any(plan.num_tokens == most and all(_has(a, option) for a in plan.admitted) for plan in plans)
 
 
 def _has(admission: Any, option: str) -> bool:
     value = getattr(admission, option)
     return value is not None and len(value) > 0
+
+
+@settings(max_examples=40)
+@given(limits)
+@example((4096, 8192, 256))
+@example((4096, 4096, 4096))
+@example((16, 8192, 256))
+def test_the_largest_graph_is_that_of_all_rows_and_all_padded_tokens(sizes: tuple[int, int, int]) -> None:
+    length, tokens, seqs = sizes
+    config = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    plan = largest_graph(Recorder(*sizes), config)  # type: ignore[arg-type]
+    assert plan.num_rows == seqs and plan.samples.all()
+    assert plan.num_tokens == max(seqs, min(tokens, MAX_BUCKET, seqs * length))
+    assert len(plan.block_ids) == 0 and (plan.starts + plan.query_lens <= length).all()
+    for admission in plan.admitted:
+        params = admission.params
+        assert params.logprobs is params.prompt_logprobs is None  # no graph reports them
+        assert params.temperature and params.top_k and params.top_p < 1 and params.min_p
+        assert params.logit_bias and params.bad_words_token_ids and params.allowed_token_ids and params.min_tokens
+        assert params.repetition_penalty != 1 and params.presence_penalty and params.frequency_penalty
+    assert len(plan.admitted) == seqs
 
 
 @settings(max_examples=40)
@@ -110,6 +131,50 @@ def test_every_kernel_is_used() -> None:
     assert any(p.temperature and not (p.top_k or p.min_p or p.top_p < 1 or p.logit_bias) for p in params)
     assert any(p.temperature and p.top_k and not p.logit_bias for p in params)
     assert {a.pooling for plan in plans for a in plan.admitted} == {"", "mean", "last"}
+
+
+def reports(plans: list[StepPlan]) -> set[tuple[int, int]]:
+    """(positions at once, alternatives) of every log-softmax and topk of these plans, of output and of prompts."""
+    found: set[tuple[int, int]] = set()
+    slots: dict[int, Admission] = {}
+    for plan in plans:
+        slots |= {a.slot: a for a in plan.admitted}
+        rows = [slots[slot] for slot in plan.slots.tolist()]
+        asked = [a.params.logprobs for a in rows if a.params.logprobs is not None]
+        if asked and plan.samples.all():
+            found |= {(min(CHUNK, len(asked) - first), max(asked)) for first in range(0, len(asked), CHUNK)}
+        for admission, start, length in zip(rows, plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
+            if (count := admission.params.prompt_logprobs) is not None:
+                positions = min(start + length, admission.num_prompt - 1) - start
+                found |= {(min(CHUNK, positions - first), count) for first in range(0, positions, CHUNK)}
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(100, 300, 20), (100, 64, 1), (4096, 8192, 256)])
+def test_every_kernel_that_torch_picks_by_size_is_used(sizes: tuple[int, int, int]) -> None:
+    """The limits are ATen's: TensorTopK.cu, Sort.cu and Indexing.cu of torch 2.11."""
+    plans = record(*sizes)
+    positions = [range(1, 2), range(2, 21), range(21, 41), range(41, 65)]
+    alternatives = [range(2, 33), range(33, 65)]
+    found = reports(plans)
+    for at_once, count in found:
+        assert at_once <= CHUNK and count <= MAX_LOGPROBS
+    for some in positions:
+        for few in alternatives:
+            assert any(n in some and k in few for n, k in found), (some, few)
+    output = [len(a.token_ids) - a.num_prompt for p in plans for a in p.admitted if a.params.repetition_penalty != 1]
+    assert any(1 <= count <= 16 for count in output) and any(count > 16 for count in output)
+    entries = [block for plan in plans for block in plan.block_ids.tolist()]
+    assert entries and set(entries) <= {0, 1}, "the cache has two blocks when steps are measured"
+    pooled = 0
+    kept: set[int] = set()
+    for plan in plans:
+        kept -= {a.slot for a in plan.admitted}
+        begun = {a.slot: a for a in plan.admitted if a.pooling == "mean"}
+        pooled += sum(slot in kept and start > 0 for slot, start in zip(plan.slots, plan.starts, strict=True))
+        ends = dict(zip(plan.slots.tolist(), (plan.starts + plan.query_lens).tolist(), strict=True))
+        kept |= {slot for slot, a in begun.items() if ends[slot] < a.num_prompt}
+    assert pooled, "no prompt is pooled in two steps"
 
 
 @pytest.fixture(scope="module")

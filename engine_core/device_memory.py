@@ -11,8 +11,7 @@ import psutil
 import torch
 
 from wavecore.engine_core.model_spec import ModelSpec
-from wavecore.engine_core.shares import GIB
-from wavecore.transport.errors import ConfigError, ResourceError
+from wavecore.engine_core.shares import GIB, Settings, no_room
 
 CGROUPS = (  # versions 2 and 1: the limit, and what is used of it
     ("memory.max", "memory.current"),
@@ -32,13 +31,12 @@ def check_weights(spec: ModelSpec, path: Path, dtype: torch.dtype, device: torch
     if need <= free:
         return
     holders = f" (others: processes {processes(device)})" if device.type == "cuda" else ""
-    what = (
+    ways: list[Settings] = [{"dtype": "bfloat16"}] if weight_bytes(spec, torch.bfloat16) <= free else []
+    raise no_room(
         f"the weights of {path} take {gib(need)} as {str(dtype).removeprefix('torch.')}, and of {device}'s "
-        f"{gib(total)} only {gib(free)} are free{holders}"
+        f"{gib(total)} only {gib(free)} are free{holders}",
+        ways,
     )
-    if weight_bytes(spec, torch.bfloat16) <= free:
-        raise ConfigError(f"{what}; they would fit with dtype bfloat16")
-    raise ResourceError(f"{what}, and no setting makes room: take a smaller model or another device")
 
 
 def host_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:

@@ -25,6 +25,7 @@ def load_gguf(
 
     Raises:
         ModelError: naming the file and the tensor that is missing, unknown or of a wrong shape.
+        ResourceError, ConfigError: the device has no room for them.
     """
     stored = [
         Stored(name, tensor.shape, file.path, partial(_read, file, tensor, spec))

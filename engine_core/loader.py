@@ -73,7 +73,8 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
 
     runner, fault = unless_short_of_memory(lambda: make(config))
     if runner is None:
-        raise no_room(f"the tables of all requests do not fit into memory: {fault}", smaller_steps(make, config))
+        what = f"the tables of all requests do not fit into memory: {fault}"
+        raise no_room(what, smaller_steps(make, config), dtype=info.dtype)
     progress("kv_cache", 0.0)
     allocate_kv(runner, config)
     return runner

@@ -63,13 +63,16 @@ def unless_short_of_memory(make: Callable[[], Made]) -> tuple[Made | None, str]:
     try:
         return make(), ""
     except Exception as error:
-        if not _is_short_of_memory(error):
+        words = _shortage(error)
+        if not words:
             raise
-        return None, first_line(error)
+        return None, words
 
 
-def _is_short_of_memory(error: BaseException | None) -> bool:
-    """A capture that ran out of memory says only that it failed, in the context of the cause."""
-    if error is None or isinstance(error, OutOfMemory):
-        return error is not None
-    return (isinstance(error, Exception) and is_out_of_memory(error)) or _is_short_of_memory(error.__context__)
+def _shortage(error: BaseException) -> str:
+    """That memory was short, as the error says, or its cause: a capture says only that it failed. Else ""."""
+    if isinstance(error, OutOfMemory) or (isinstance(error, Exception) and is_out_of_memory(error)):
+        return first_line(error)
+    if isinstance(error, RuntimeError) and error.__context__ is not None:
+        return _shortage(error.__context__)
+    return ""

@@ -47,7 +47,9 @@ def allocate_kv(runner: ModelRunner, config: EngineConfig) -> None:
     _check_swap_space(config, host_blocks * block_bytes)
     shares: Shares | None = None
     if runner.device.type == "cpu":
-        num_blocks = _host_blocks(runner, config)
+        num_blocks, ways = _host_blocks(runner, config)
+        if ways != [{}]:
+            raise no_room(_too_few(num_blocks, _blocks(runner, config)), ways, dtype=runner.info.dtype)
     else:
         num_blocks, shares = _device_blocks(runner, config)
         logger.info("%s", _table(shares, runner, num_blocks))
@@ -60,7 +62,7 @@ def allocate_kv(runner: ModelRunner, config: EngineConfig) -> None:
             raise
         size = gib(num_blocks * block_bytes)
         what = f"the KV cache of {num_blocks} blocks, {size}, does not fit into memory: {first_line(error)}"
-        raise no_room(what, _smaller_cache(runner, config, shares)) from error
+        raise no_room(what, _smaller_cache(runner, config, shares, host_blocks), dtype=runner.info.dtype) from error
     if config.max_model_len is None:  # no sequence can grow past the cache
         length = min(runner.info.max_model_len, (num_blocks - 1) * runner.info.block_size)
         if length < runner.info.max_model_len:
@@ -85,7 +87,10 @@ def smaller_steps(
         tokens, rows = tokens // 2, max(1, rows // 2)
         steps: Settings = {"max_num_batched_tokens": tokens, "max_num_seqs": rows}
         smaller = replace(config, max_num_batched_tokens=tokens, max_num_seqs=rows)
-        ways = _tried(make, smaller) if smaller != config else []
+        if smaller == config:
+            continue
+        logger.info("the start does not fit: trying steps of %d tokens and %d rows", tokens, rows)
+        ways = _tried(make, smaller)
         if ways and len(ways[0]) < 2:
             return [steps | way for way in ways]
         otherwise = otherwise or [steps | way for way in ways]
@@ -98,7 +103,7 @@ def _tried(make: Callable[[EngineConfig], ModelRunner], config: EngineConfig) ->
     if runner is None:
         return []
     if runner.device.type == "cpu":
-        return [{}]
+        return _host_blocks(runner, config)[1]
     shares, fault = measure(runner, config)
     return [] if fault else shares.ways_out(config, _blocks(runner, config))
 
@@ -131,19 +136,19 @@ def _device_blocks(runner: ModelRunner, config: EngineConfig) -> tuple[int, Shar
     ways = [] if fault else shares.ways_out(config, blocks)
     if not ways or len(ways[0]) > 1:
         ways = smaller_steps(lambda _: runner, config, ways)
-    raise no_room(what, ways, f"\n{table}")
+    raise no_room(what, ways, dtype=runner.info.dtype, table=f"\n{table}")
 
 
-def _host_blocks(runner: ModelRunner, config: EngineConfig) -> int:
+def _host_blocks(runner: ModelRunner, config: EngineConfig) -> tuple[int, list[Settings]]:
+    """Blocks on a CPU, and what must change, as in `Shares.ways_out`."""
     num_blocks, blocks = most_blocks(config, runner.block_bytes, runner.device), _blocks(runner, config)
     if config.num_gpu_blocks_override:
-        return num_blocks
+        return num_blocks, [{}]
     num_blocks = min(_useful_blocks(runner, config), num_blocks)
     if num_blocks >= blocks.least:
-        return num_blocks
+        return num_blocks, [{}]
     ways: list[Settings] = [{"max_model_len": (num_blocks - 1) * blocks.size}] if num_blocks > 1 else []
-    ways.append({"kv_cache_memory_gib": fitting_gib(blocks.least * blocks.nbytes)})
-    raise no_room(_too_few(num_blocks, blocks), ways)
+    return num_blocks, [*ways, {"kv_cache_memory_gib": fitting_gib(blocks.least * blocks.nbytes)}]
 
 
 def _useful_blocks(runner: ModelRunner, config: EngineConfig) -> int:
@@ -155,16 +160,19 @@ def _too_few(num_blocks: int, blocks: Blocks) -> str:
     return f"the KV cache would hold {num_blocks} blocks of {blocks.size} tokens and needs {blocks.least}"
 
 
-def _smaller_cache(runner: ModelRunner, config: EngineConfig, shares: Shares | None) -> list[Settings]:
+def _smaller_cache(
+    runner: ModelRunner, config: EngineConfig, shares: Shares | None, host_blocks: int
+) -> list[Settings]:
     """The device did not give what was free when it was measured: others hold more. A host nobody had measured."""
     blocks = _blocks(runner, config)
     if shares is None:
-        fits = host_memory()[0] * 9 // 10 // blocks.nbytes
-        if fits < blocks.least:
+        fits = host_memory()[0] * 9 // 10 // blocks.nbytes - host_blocks
+        if fits < 2:
             return []
         if config.num_gpu_blocks_override:
             return [{"num_gpu_blocks_override": fits}]
-        return [{"kv_cache_memory_gib": fitting_gib(fits * blocks.nbytes)}]
+        shorter: Settings = {} if fits >= blocks.least else {"max_model_len": (fits - 1) * blocks.size}
+        return [{"kv_cache_memory_gib": fitting_gib(fits * blocks.nbytes), **shorter}]
     free, total = torch.cuda.mem_get_info(runner.device)
     others = total - free - torch.cuda.memory_reserved(runner.device)
     share = (total - others - MARGIN) * 100 // total / 100

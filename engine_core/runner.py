@@ -23,14 +23,13 @@ from wavecore.engine_core.launched import Deferred, Launched
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.plan import F32, I32, OutOfMemory, PendingStep, RunnerInfo, StepPlan
 from wavecore.engine_core.row_extras import Extras
-from wavecore.engine_core.shares import GIB
+from wavecore.engine_core.shares import GIB, no_room
 from wavecore.engine_core.slot_state import EDITS, EMBEDS, LOGPROBS, POOLS, PROMPT_LOGPROBS, TRUNCATES, SlotState
 from wavecore.engine_core.step_copies import CopyOut, zeros
 from wavecore.engine_core.step_shape import StepShape
 from wavecore.kernels import ops
 from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
 from wavecore.kernels.sampling_rows import SamplingRows
-from wavecore.transport.errors import ResourceError
 
 Hidden = tuple[Batch, Tensor, Tensor]
 
@@ -60,7 +59,7 @@ class ModelRunner:
         """(Re)allocate the KV cache: blocks on the device, and pinned ones on the host to swap to.
 
         Raises:
-            ResourceError: the host has no room for them.
+            ConfigError: the host has no room for them.
         """
         spec, dtype = self.model.spec, self.model.embedding.dtype
         page = (spec.num_layers, 2, spec.num_kv_heads, self.info.block_size, spec.head_dim)
@@ -75,10 +74,8 @@ class ModelRunner:
             if not is_out_of_memory(error):
                 raise
             size = num_host_blocks * self.block_bytes / GIB
-            raise ResourceError(
-                f"the host cannot give {size:.3g} GiB of memory for swapped blocks: {first_line(error)}; "
-                "it would start with swap_space_gib 0"
-            ) from error
+            what = f"the host cannot give {size:.3g} GiB of memory for swapped blocks: {first_line(error)}"
+            raise no_room(what, [{"swap_space_gib": 0}]) from error
         self.info = replace(self.info, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         if num_host_blocks:
             self.info = replace(self.info, swap_block_seconds=self._time_swap())

@@ -110,14 +110,18 @@ class Shares:
         return f"GPU memory, gpu_memory_utilization {self.utilization:g}\n" + "\n".join(lines)
 
 
-def no_room(what: str, ways: Sequence[Settings], table: str = "") -> WavecoreError:
-    """A refusal: what does not fit, the settings under which it would, and the table."""
+def no_room(what: str, ways: Sequence[Settings], *, dtype: str = "", table: str = "") -> WavecoreError:
+    """A refusal: what does not fit, the settings under which it would, and the table.
+
+    Args:
+        dtype: of the model; where no way is known, smaller numbers may be one.
+    """
     if ways:
         words = ", or ".join(_words(way) for way in ways)
         return ConfigError(f"{what}; it would fit with {words}{table}")
+    setting = "no setting but perhaps dtype bfloat16" if dtype == "float32" else "no setting"
     return ResourceError(
-        f"{what}, and no setting makes room beside what others hold: end them, or take another device or a smaller "
-        f"model{table}"
+        f"{what}, and {setting} makes room: end what others hold, or take another device or a smaller model{table}"
     )
 
 

@@ -1,7 +1,7 @@
 """What a step brings to the device, in one vector: its rows, what changes in the tables, and sampling parameters.
 
     rows      slots | starts | query_start | sample_slots | positions | logprob_rows     at fixed places, each step
-    changes   blocks to copy, entries of the block table                                 as far as there are any
+    changes   entries of the block table                                                 as far as there are any
     columns   the sampling parameters of all slots (`sampler`)                           when a slot begins
 
 The rows and changes are one copy, the columns a second one. A plan with more changes than the vector holds (a very long
@@ -60,7 +60,7 @@ class StepInput:
 
     def __init__(self, rows: int, columns: int, device: torch.device, uploads: Uploads) -> None:
         self.width = -(-(rows + 1) // ALIGN) * ALIGN
-        self.room = 4 * rows + 4096  # of changes: every row may enter a new block
+        self.room = 3 * rows + 4096  # of changes: every row may enter a new block
         self.changes_at = len(PADDING) * self.width
         self.columns_at = -(-(self.changes_at + self.room) // ALIGN) * ALIGN
         self.copy = CopyIn(self.columns_at + columns, device)

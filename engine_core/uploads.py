@@ -1,4 +1,4 @@
-"""Arrays of any size to the device, for what a step brings rarely: prompts, lists of options, prompt embeddings.
+"""Arrays of any size to the device, for what a step brings rarely: prompts, options, embeddings, block copies.
 
 On CUDA they go through a ring of pinned pieces of fixed size, on a stream of their own that never waits for a step. So
 the host never does either: a piece is filled again once its copy is done, and the bus is faster than the host fills.

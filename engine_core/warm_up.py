@@ -119,7 +119,7 @@ def _rare_kernels(sizes: Sizes, everything: SamplingParams, max_blocks: int) -> 
         yield _plan([(0, 1)], [_admission(0, 2, everything, pooling="mean")], samples=False)
         yield _plan([(1, 1)], samples=False)
     # A sequence gets all its blocks at once; no other step here changes the block table.
-    yield _plan([(0, 1)], entries=[(0, 0, [1] * max_blocks)])
+    yield _plan([(0, 1)], [_admission(0, 1, everything)], entries=[(0, 0, [1] * max_blocks)])
 
 
 def _few_options(sizes: Sizes) -> Iterator[StepPlan]:

@@ -173,9 +173,12 @@ def test_steps_that_do_not_fit_while_measuring(measure: Measure) -> None:
     shares, fault = measure(OutOfMemory("a step of 9 rows and 9 tokens does not fit: CUDA out of memory"))
     assert fault.startswith("a step of 9 rows") and shares.weights == 15 * GIB
     assert measure(RuntimeError("CUDA error: out of memory\nmore words"))[1] == "CUDA error: out of memory"
-    assert measure(failed_capture())[1] == "the capture failed"
-    with pytest.raises(RuntimeError, match="no kernel image"):
-        measure(RuntimeError("no kernel image"))
+    assert measure(failed_capture())[1] == "CUDA out of memory"
+    fault_in_the_code = AssertionError("wrong")
+    fault_in_the_code.__context__ = MemoryError()
+    for error in (RuntimeError("no kernel image"), fault_in_the_code):
+        with pytest.raises(type(error), match=str(error)):
+            measure(error)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tests.models.driver import load
 from wavecore.engine_core import runner
 from wavecore.engine_core.host_memory import pinned_zeros
 from wavecore.engine_core.runner import is_out_of_memory
-from wavecore.transport.errors import ResourceError
+from wavecore.transport.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,7 @@ def test_swap_space_that_the_host_cannot_give_is_named(
         return zeros(*shape, **more)
 
     monkeypatch.setattr(runner, "zeros", failing)
-    with pytest.raises(
-        ResourceError, match=r"give 0\.0078\d* GiB .*out of memory.*; it would start with swap_space_gib 0"
-    ):
+    with pytest.raises(ConfigError, match=r"give 0\.0078\d* GiB .*out of memory.*; it would fit with swap_space_gib 0"):
         load(folder, swap_space_gib=0.00785, num_gpu_blocks_override=2000)
 
 

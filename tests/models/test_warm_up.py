@@ -30,9 +30,14 @@ class Recorder:
         self.state = SimpleNamespace(block_table=torch.zeros((seqs, 1)))
         self.bucket_limits = tokens, seqs
         self.plans: list[StepPlan] = []
+        self.slots: dict[int, Admission] = {}
 
     def start(self, plan: StepPlan) -> Any:
         assert (self.state.block_table == 1).all()
+        self.slots |= {admission.slot: admission for admission in plan.admitted}
+        for slot, end, samples in zip(plan.slots, plan.starts + plan.query_lens, plan.samples, strict=True):
+            holds = self.slots.get(slot)
+            assert not (samples and holds) or (end >= holds.num_prompt and not holds.pooling), "no plan is like this"
         self.plans.append(plan)
         return SimpleNamespace(wait=lambda: None)
 
@@ -183,7 +188,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "padded"), [((8, 64, None), False), ((1, 4, None), False), ((4, 4, 8), True), ((3, 2304, 200), True)]
+    ("sizes", "padded"),
+    [((8, 64, None), False), ((1, 4, None), False), ((1, 1, 20), False), ((4, 4, 8), True), ((3, 2304, 200), True)],
 )
 def test_warm_up_leaves_no_trace(folder: Path, sizes: tuple[int, int, int | None], padded: bool) -> None:
     """It is for CUDA, where it measures memory and compiles; the plans are the same everywhere."""

@@ -102,8 +102,10 @@ def test_copies_within_the_device_read_what_earlier_steps_wrote(runner: Any) -> 
     content = runner.pages[sequence.blocks].clone()
     runner.pages[sequence.blocks] = 7.0
     with held(torch.cuda.current_stream()):
-        runner.pages[sequence.blocks] = content
+        for block, saved in zip(sequence.blocks, content, strict=True):
+            runner.pages[block] = saved
         moved(driver, sequence)
+        assert not torch.cuda.current_stream().query(), "the host waited"
     assert driver.run([sequence]) == whole
 
 

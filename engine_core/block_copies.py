@@ -26,7 +26,7 @@ class BlockCopies:
     def __init__(self, device: torch.device, uploads: Uploads) -> None:
         self.uploads = uploads
         self.swaps = _stream(device)
-        self.inside = _stream(device)
+        self.cow = _stream(device)
         self.in_flight: deque[tuple[int, torch.cuda.Event]] = deque()  # step id, recorded behind its transfer
         self.done = -1
         self.copied: torch.cuda.Event | None = None  # recorded behind the copies that the next rows need
@@ -47,9 +47,9 @@ class BlockCopies:
             else:
                 self.in_flight.append((plan.step_id, event))
         if len(plan.copies):
-            with _behind_current(self.inside):
+            with _behind_current(self.cow):
                 ops.copy_blocks(pages, self.uploads.new(plan.copies))
-                self.copied = _record(self.inside)
+                self.copied = _record(self.cow)
 
     def join(self, step_id: int) -> None:
         """Let the current stream wait for the transfers of plans up to this one; the host does not wait."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import import_module
 
@@ -9,8 +10,7 @@ import torch
 
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.gguf_weights import load_gguf
-from wavecore.engine_core.measure import unless_short_of_memory
-from wavecore.engine_core.memory import allocate_kv, most_blocks, smaller_steps
+from wavecore.engine_core.memory import most_blocks, sized_runner
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.model_files import Progress
 from wavecore.engine_core.model_source import ModelSource
@@ -18,6 +18,7 @@ from wavecore.engine_core.model_spec import ModelSpec
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.runner import ModelRunner
 from wavecore.engine_core.shares import Settings, no_room
+from wavecore.engine_core.shortage import unless_short_of_memory
 from wavecore.engine_core.weights import Parameters, load_folder
 from wavecore.kernels import ops
 from wavecore.kernels.attention_shapes import refusal
@@ -71,13 +72,8 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
         model = Decoder(spec, parameters, length)
         return ModelRunner(model, info, bounds.max_num_seqs, bounds.max_num_batched_tokens)
 
-    runner, fault = unless_short_of_memory(lambda: make(config))
-    if runner is None:
-        what = f"the tables of all requests do not fit into memory: {fault}"
-        raise no_room(what, smaller_steps(make, config), dtype=info.dtype)
     progress("kv_cache", 0.0)
-    allocate_kv(runner, config)
-    return runner
+    return sized_runner(make, config, info.dtype)
 
 
 def _load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device, progress: Progress) -> Parameters:
@@ -99,18 +95,18 @@ def _register_ops(custom_ops: Mapping[str, str], like: torch.Tensor) -> None:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f'device {name!r}: give "auto", "cpu", "cuda" or "cuda:N"') from error
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ConfigError(f"device {name!r}: this process sees {count} CUDA devices; look at CUDA_VISIBLE_DEVICES")
-        return torch.device("cuda", device.index or 0)
-    if device.type != "cpu" or device.index:
+    if name == "cpu":
+        return torch.device("cpu")
+    found = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
+    if not found:
         raise ConfigError(f'device {name!r}: give "auto", "cpu", "cuda" or "cuda:N"')
-    return torch.device("cpu")
+    index, count = int(found[1] or 0), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"device {name!r}: this process sees {count} CUDA devices; look at nvidia-smi and CUDA_VISIBLE_DEVICES, "
+            "or set device cpu"
+        )
+    return torch.device("cuda", index)
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
@@ -140,5 +136,8 @@ def _max_model_len(
         most = most_blocks(config, spec.kv_values_per_token * block_size * dtype.itemsize, device)
         return min(spec.max_model_len, max(1, most - 1) * block_size)
     if asked > spec.max_model_len:
-        raise ConfigError(f"max_model_len {asked} is above the {spec.max_model_len} positions that the model knows")
+        raise ConfigError(
+            f"max_model_len {asked} is above the {spec.max_model_len} positions that the model knows; give no more, "
+            "or leave it out"
+        )
     return asked

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.graph_memory import graph_bytes
-from wavecore.engine_core.plan import OutOfMemory
-from wavecore.engine_core.runner import ModelRunner, first_line, is_out_of_memory
+from wavecore.engine_core.runner import ModelRunner
 from wavecore.engine_core.shares import Shares
+from wavecore.engine_core.shortage import unless_short_of_memory
 from wavecore.engine_core.warm_up import largest_graph, warm_up
 
 SLACK = 256 << 20  # fragments of the allocator, embeddings of a second step in flight, kernels that are loaded later
-Made = TypeVar("Made")
 
 
 def measure(runner: ModelRunner, config: EngineConfig) -> tuple[Shares, str]:
@@ -56,23 +53,3 @@ def measure(runner: ModelRunner, config: EngineConfig) -> tuple[Shares, str]:
         others=total - free - torch.cuda.memory_reserved(device),
     )
     return shares, fault
-
-
-def unless_short_of_memory(make: Callable[[], Made]) -> tuple[Made | None, str]:
-    """What is made, or why memory was short. Only words are kept of the error: it holds what was made so far."""
-    try:
-        return make(), ""
-    except Exception as error:
-        words = _shortage(error)
-        if not words:
-            raise
-        return None, words
-
-
-def _shortage(error: BaseException) -> str:
-    """That memory was short, as the error says, or its cause: a capture says only that it failed. Else ""."""
-    if isinstance(error, OutOfMemory) or (isinstance(error, Exception) and is_out_of_memory(error)):
-        return first_line(error)
-    if isinstance(error, RuntimeError) and error.__context__ is not None:
-        return _shortage(error.__context__)
-    return ""

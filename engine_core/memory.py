@@ -16,12 +16,14 @@ import torch
 
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.device_memory import fitting_gib, gib, host_memory, processes
-from wavecore.engine_core.measure import measure, unless_short_of_memory
-from wavecore.engine_core.runner import ModelRunner, first_line, is_out_of_memory
+from wavecore.engine_core.measure import measure
+from wavecore.engine_core.runner import ModelRunner
 from wavecore.engine_core.shares import GIB, MARGIN, Blocks, Settings, Shares, no_room
+from wavecore.engine_core.shortage import unless_short_of_memory
 
 logger = logging.getLogger(__name__)
 
+Make = Callable[[EngineConfig], ModelRunner]
 MOST_CACHED = 1 << 20
 """Blocks that are worth having for cached prefixes alone: each takes a hundred bytes of host memory."""
 
@@ -35,51 +37,60 @@ def most_blocks(config: EngineConfig, block_bytes: int, device: torch.device) ->
     return int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization) // block_bytes
 
 
-def allocate_kv(runner: ModelRunner, config: EngineConfig) -> None:
-    """Size and allocate the runner's KV cache; on a GPU first run every kind of step once, which also compiles.
+def sized_runner(make: Make, config: EngineConfig, dtype: str) -> ModelRunner:
+    """A runner with its KV cache; on a GPU every kind of step has run once, which also compiles.
+
+    Args:
+        make: gives a runner without a KV cache, with tables for the settings' max_num_seqs and max_num_batched_tokens.
+        dtype: of the model.
 
     Raises:
         ConfigError: it does not fit; the message names the settings that would.
         ResourceError: it does not fit, and no setting changes that.
     """
-    block_bytes = runner.block_bytes
-    host_blocks = int(config.swap_space_gib * GIB) // block_bytes
-    _check_swap_space(config, host_blocks * block_bytes)
+    runner, fault = unless_short_of_memory(partial(make, config))
+    if runner is None:
+        what = f"the tables of all requests do not fit into memory: {fault}"
+        raise no_room(what, smaller_steps(make, config), dtype=dtype)
+    host_blocks = int(config.swap_space_gib * GIB) // runner.block_bytes
+    _check_swap_space(config, host_blocks * runner.block_bytes)
     shares: Shares | None = None
     if runner.device.type == "cpu":
         num_blocks, ways = _host_blocks(runner, config)
         if ways != [{}]:
-            raise no_room(_too_few(num_blocks, _blocks(runner, config)), ways, dtype=runner.info.dtype)
+            raise no_room(_too_few(num_blocks, _blocks(runner, config)), ways, dtype=dtype)
     else:
-        num_blocks, shares = _device_blocks(runner, config)
-        logger.info("%s", _table(shares, runner, num_blocks))
+        num_blocks, shares, what, ways = _device_blocks(runner, config)
+        table = _table(shares, runner, num_blocks)
+        if what:
+            del runner  # its tables would stand beside those of smaller steps
+            if not ways or len(ways[0]) > 1:
+                ways = smaller_steps(make, config, ways)
+            raise no_room(what, ways, dtype=dtype, table=f"\n{table}")
+        logger.info("%s", table)
         if shares.others > shares.total * (1 - shares.utilization) and not config.num_gpu_blocks_override:
-            logger.warning("others hold %s: less than gpu_memory_utilization is left", gib(shares.others))
-    try:
-        runner.allocate(num_blocks, host_blocks)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        size = gib(num_blocks * block_bytes)
-        what = f"the KV cache of {num_blocks} blocks, {size}, does not fit into memory: {first_line(error)}"
-        raise no_room(what, _smaller_cache(runner, config, shares, host_blocks), dtype=runner.info.dtype) from error
+            others = gib(shares.others)
+            logger.warning("others hold %s of the GPU: less is left than gpu_memory_utilization allows", others)
+    _, fault = unless_short_of_memory(partial(runner.allocate, num_blocks, host_blocks))
+    if fault:
+        size = gib(num_blocks * runner.block_bytes)
+        what = f"the KV cache of {num_blocks} blocks, {size}, does not fit into memory: {fault}"
+        raise no_room(what, _smaller_cache(runner, config, shares, host_blocks), dtype=dtype)
     if config.max_model_len is None:  # no sequence can grow past the cache
         length = min(runner.info.max_model_len, (num_blocks - 1) * runner.info.block_size)
         if length < runner.info.max_model_len:
             logger.warning(
-                "max_model_len is %d: the KV cache holds no more tokens; set it, and the tables become smaller, too",
+                "max_model_len is %d, as the KV cache holds no more tokens; setting it also makes the tables smaller",
                 length,
             )
         runner.info = replace(runner.info, max_model_len=length)
+    return runner
 
 
-def smaller_steps(
-    make: Callable[[EngineConfig], ModelRunner], config: EngineConfig, otherwise: list[Settings] | None = None
-) -> list[Settings]:
+def smaller_steps(make: Make, config: EngineConfig, otherwise: list[Settings] | None = None) -> list[Settings]:
     """The largest steps below the settings' that fit, in powers of two, with what must change besides; measured.
 
     Args:
-        make: gives a runner for these steps, or one for larger ones: its tables err on the safe side.
         otherwise: what to say where smaller steps do not fit with a single other change.
     """
     tokens, rows = (1 << size.bit_length() for size in (config.max_num_batched_tokens, config.max_num_seqs))
@@ -97,7 +108,7 @@ def smaller_steps(
     return otherwise or []
 
 
-def _tried(make: Callable[[EngineConfig], ModelRunner], config: EngineConfig) -> list[Settings]:
+def _tried(make: Make, config: EngineConfig) -> list[Settings]:
     """What must change for a start with these steps, as in `Shares.ways_out`."""
     runner, _ = unless_short_of_memory(partial(make, config))
     if runner is None:
@@ -119,24 +130,20 @@ def _blocks(runner: ModelRunner, config: EngineConfig) -> Blocks:
     )
 
 
-def _device_blocks(runner: ModelRunner, config: EngineConfig) -> tuple[int, Shares]:
+def _device_blocks(runner: ModelRunner, config: EngineConfig) -> tuple[int, Shares, str, list[Settings]]:
+    """Blocks on a GPU and what was measured; then "", or what does not fit and what must change for these steps."""
     shares, fault = measure(runner, config)
     asked, blocks = config.num_gpu_blocks_override, _blocks(runner, config)
     room = (replace(shares, utilization=1.0) if asked else shares).kv_cache // blocks.nbytes
     num_blocks = asked or min(_useful_blocks(runner, config), room)
-    if not fault and room >= (asked or blocks.least):
-        return num_blocks, shares
     if fault:
-        what = f"the largest step does not fit beside the weights: {fault}"
-    elif asked:
+        return num_blocks, shares, f"the largest step does not fit beside the weights: {fault}", []
+    if room >= (asked or blocks.least):
+        return num_blocks, shares, "", []
+    what = _too_few(num_blocks, blocks)
+    if asked:
         what = f"num_gpu_blocks_override {asked} takes {gib(asked * blocks.nbytes)} of KV cache"
-    else:
-        what = _too_few(num_blocks, blocks)
-    table = _table(shares, runner, num_blocks)  # of this start, before smaller ones are tried
-    ways = [] if fault else shares.ways_out(config, blocks)
-    if not ways or len(ways[0]) > 1:
-        ways = smaller_steps(lambda _: runner, config, ways)
-    raise no_room(what, ways, dtype=runner.info.dtype, table=f"\n{table}")
+    return num_blocks, shares, what, shares.ways_out(config, blocks)
 
 
 def _host_blocks(runner: ModelRunner, config: EngineConfig) -> tuple[int, list[Settings]]:
@@ -181,7 +188,7 @@ def _smaller_cache(
 
 
 def _check_swap_space(config: EngineConfig, size: int) -> None:
-    """Pinned memory is taken at once, and no other process can have it any more."""
+    """Refuse swap space that the host has not free, as pinned memory is taken at once; suggest half of what is."""
     free, _ = host_memory()
     if size > free:
         what = f"swap_space_gib {config.swap_space_gib:g}: only {gib(free)} of host memory are free"

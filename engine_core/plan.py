@@ -6,7 +6,8 @@ changed (`admitted`, `block_*`, `copies`) and which rows run. The input of a row
 `token_ids[slot, start : start + query_len]`: a sampled token is written at `token_ids[slot, start + query_len]` on
 the device before the next step reads it, so it never passes through the CPU to feed that step.
 
-This module knows no torch: a plan is numpy, small enough to reach a device in one copy (`step_input`).
+This module knows no torch: a plan is numpy, small enough to reach a device in one copy, or two when a request begins
+(`step_input`).
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class StepResult:
 
     Attributes:
         tokens: int32 [rows], -1 where the row does not sample.
-        faults: uint8 [rows], 1 where the row's logits held NaN or no finite value.
+        faults: uint8 [rows], 1 where the row's logits held NaN or +infinity, or nothing but -infinity.
         logprobs, prompt_logprobs: by row index, only rows that asked.
         pooled: float32 [hidden] by row index: the embedding of a row that finished a pooling request.
         transferred: the transfers of all plans up to this step id are done; -1 none yet.
@@ -168,7 +169,9 @@ class RunnerInfo:
         block_size: tokens a block.
         max_model_len: longest sequence, prompt and output.
         vocab_size: rows of the LM head; every token id is below it.
+        hidden_size: values of an embedding.
         eos_token_ids: from generation_config, else config.
+        dtype, device: torch's names of them, "bfloat16" and "cuda:0".
         swap_block_seconds: measured time to copy one KV block to the host, or back.
         model_path: the local folder or file that holds the model, "" for a scripted one.
     """
@@ -211,8 +214,9 @@ class Runner(Protocol):
 class RequestFault(WavecoreError):
     """The step failed, and one request is to blame: it ends, all others are computed again.
 
-    Raised by `launch` or `wait`. The runner then has dropped every step that was launched and not waited for: nobody
-    will wait for them, and all requests come back with new admissions.
+    Raised by `launch` or `wait` of a runner that can tell, as the scripted one; that of real models marks rows in
+    `StepResult.faults`. The runner then has dropped every step that was launched and not waited for: nobody will wait
+    for them, and all requests come back with new admissions.
 
     Args:
         slot: the slot of the request at fault.

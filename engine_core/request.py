@@ -150,6 +150,8 @@ class Request:
         if params.n != 1 and (pooling or emitted):
             raise ValidationError("n", "must be 1 for embeddings and for a request that goes on elsewhere")
         samples = not pooling and params.max_tokens != 0
+        if emitted and not samples:
+            raise ValidationError("emitted", "must be 0 for embeddings and with max_tokens 0: nothing is drawn")
         _check_fits(len(tokens), samples, info, config)
         if samples and params.max_tokens is not None and emitted >= params.max_tokens:
             raise ValidationError("emitted", f"{emitted} tokens are all that max_tokens {params.max_tokens} allows")

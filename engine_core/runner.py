@@ -8,9 +8,9 @@ engine's life: captured graphs may keep it.
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 
 import torch
@@ -18,20 +18,20 @@ from torch import Tensor
 
 from wavecore.engine_core import debug, row_extras
 from wavecore.engine_core.block_copies import BlockCopies
+from wavecore.engine_core.device_memory import gib
 from wavecore.engine_core.host_memory import pinned_zeros
 from wavecore.engine_core.launched import Deferred, Launched
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.plan import F32, I32, OutOfMemory, PendingStep, RunnerInfo, StepPlan
 from wavecore.engine_core.row_extras import Extras
-from wavecore.engine_core.shares import GIB, no_room
+from wavecore.engine_core.shares import no_room
+from wavecore.engine_core.shortage import first_line, is_out_of_memory, unless_short_of_memory
 from wavecore.engine_core.slot_state import EDITS, EMBEDS, LOGPROBS, POOLS, PROMPT_LOGPROBS, TRUNCATES, SlotState
 from wavecore.engine_core.step_copies import CopyOut, zeros
 from wavecore.engine_core.step_shape import StepShape
 from wavecore.kernels import ops
 from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
 from wavecore.kernels.sampling_rows import SamplingRows
-
-Hidden = tuple[Batch, Tensor, Tensor]
 
 
 class ModelRunner:
@@ -60,22 +60,24 @@ class ModelRunner:
 
         Raises:
             ConfigError: the host has no room for them.
+            torch.OutOfMemoryError, MemoryError, RuntimeError: the device has none.
         """
         spec, dtype = self.model.spec, self.model.embedding.dtype
         page = (spec.num_layers, 2, spec.num_kv_heads, self.info.block_size, spec.head_dim)
         self.pages = self.host_pages = torch.empty(0)  # the old ones go before the new ones come
         self.pages = zeros(num_blocks, *page, dtype=dtype, device=self.device)
-        try:
+
+        def on_host() -> Tensor:
             if self.device.type == "cuda":
-                self.host_pages = pinned_zeros((num_host_blocks, *page), dtype)
-            else:
-                self.host_pages = zeros(num_host_blocks, *page, dtype=dtype, device=self.device)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            size = num_host_blocks * self.block_bytes / GIB
-            what = f"the host cannot give {size:.3g} GiB of memory for swapped blocks: {first_line(error)}"
-            raise no_room(what, [{"swap_space_gib": 0}]) from error
+                return pinned_zeros((num_host_blocks, *page), dtype)
+            return zeros(num_host_blocks, *page, dtype=dtype, device=self.device)
+
+        host_pages, fault = unless_short_of_memory(on_host)
+        if host_pages is None:
+            size = gib(num_host_blocks * self.block_bytes)
+            what = f"the host cannot give {size} of memory for swapped blocks: {fault}"
+            raise no_room(what, [{"swap_space_gib": 0}])
+        self.host_pages = host_pages
         self.info = replace(self.info, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         if num_host_blocks:
             self.info = replace(self.info, swap_block_seconds=self._time_swap())
@@ -85,7 +87,7 @@ class ModelRunner:
         return self.model.spec.kv_values_per_token * self.info.block_size * self.model.embedding.dtype.itemsize
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Begin a step. Steps are waited for in launch order, and no more than two at a time are not.
+        """Begin a step. Steps are waited for in launch order; at most two are in flight.
 
         Raises:
             OutOfMemory: the device cannot hold the step.
@@ -154,7 +156,7 @@ class ModelRunner:
         views = self.state.input.rows(shape.bucket_rows)
         return self.state.sampling.rows(views.sample_slots, views.positions, truncates=truncates, edits=edits)
 
-    def forward(self, rows: StepRows, embeds_of: StepShape | None = None) -> Hidden:
+    def forward(self, rows: StepRows, embeds_of: StepShape | None = None) -> tuple[Batch, Tensor, Tensor]:
         """Prepare the batch and run all layers over it.
 
         Args:
@@ -176,7 +178,8 @@ class ModelRunner:
         return self.model.logits(self.model.final(x[last], residual[last]))
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes by use: weights, KV cache, tables and vectors of steps and slots, pools of sampling options."""
+        """Bytes by use: weights, KV cache, tables and vectors of steps and slots, pools of sampling options, the
+        host's KV cache; on CUDA also what torch's allocator holds."""
         weights = {t.data_ptr(): t.nbytes for t in self.model.tensors()}
         buffers = [getattr(self.buffers, field.name) for field in fields(self.buffers)]
         stats = {
@@ -203,14 +206,9 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Nothing runs between calls."""
 
-    def _time_swap(self, rounds: int = 3) -> float:
-        """Seconds to copy one block to the host: the best of a few, the first being slow."""
-        best = 1e9
-        for _ in range(rounds):
-            begin = time.perf_counter()
-            self.host_pages[0].copy_(self.pages[0])
-            best = min(best, time.perf_counter() - begin)
-        return best
+    def _time_swap(self) -> float:
+        """Seconds to copy one block to the host: the best of three, the first being slow."""
+        return min(timeit.repeat(lambda: self.host_pages[0].copy_(self.pages[0]), number=1, repeat=3))
 
     @contextmanager
     def _out_of_memory(self, plan: StepPlan) -> Iterator[None]:
@@ -228,26 +226,6 @@ class ModelRunner:
             ) from error
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory was short, on either side: torch, cuBLAS and Triton say so in a plain RuntimeError each."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    words = ("out of memory", "ALLOC_FAILED", "allocate memory")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["out of memory"])[0]
-
-
-@contextmanager
-def _range(device: torch.device, name: str) -> Iterator[None]:
+def _range(device: torch.device, name: str) -> AbstractContextManager[None]:
     """An NVTX range, for profilers."""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+    return torch.cuda.nvtx.range(name) if device.type == "cuda" else nullcontext()

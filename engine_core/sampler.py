@@ -10,9 +10,10 @@ each slot, as large as `SamplingParams` allows:
     bias, and bans of min_tokens 12 bytes an entry              14 KB
     bad words                    4 bytes a token and a word     66 KB
 
-A row for each slot costs what the keys and values of five tokens do (Qwen3-0.6B and 8B: 0.11 and 0.15 MB a token), and
-a slot that is used holds hundreds. Fewer rows would need a rule for who waits for one, or a way to grow that graphs and
-the memory measured at the start survive; less memory than one in a hundred of the KV cache buys none of that.
+A row for each slot costs what the keys and values of five or six tokens do (Qwen3-0.6B and 8B: 0.11 and 0.15 MB a
+token), and a slot that is used holds hundreds. Fewer rows would need a rule for who waits for one, or a way to grow
+that graphs and the memory measured at the start survive; less memory than one in a hundred of the KV cache buys none of
+that.
 """
 
 from __future__ import annotations

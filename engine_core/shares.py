@@ -121,7 +121,8 @@ def no_room(what: str, ways: Sequence[Settings], *, dtype: str = "", table: str 
         return ConfigError(f"{what}; it would fit with {words}{table}")
     setting = "no setting but perhaps dtype bfloat16" if dtype == "float32" else "no setting"
     return ResourceError(
-        f"{what}, and {setting} makes room: end what others hold, or take another device or a smaller model{table}"
+        f"{what}, and {setting} makes room: free what other processes hold, or use another device or a smaller model"
+        f"{table}"
     )
 
 

@@ -7,6 +7,7 @@ the same memory and nothing is copied.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,7 @@ class Place:
 
     def read(self, values: I32) -> npt.NDArray[Any]:
         """A copy of the part, from the vector on the host: the vector is used again soon."""
-        size = int(np.prod(self.shape))
+        size = math.prod(self.shape)
         return np.array(values[self.begin : self.begin + size].view(self.kind).reshape(self.shape))
 
 
@@ -113,7 +114,7 @@ class CopyOut:
     def take(self, *shape: int, kind: Kind) -> tuple[Tensor, Place]:
         """Room on the device for a part of the step's output, and its place for the host."""
         place = Place(self._used, shape, kind)
-        self._used += int(np.prod(shape))
+        self._used += math.prod(shape)
         assert self._used <= self.vector.numel(), "the rows of a step ask for more than a plan can hold"
         part = self.vector[place.begin : self._used]
         return (part if kind is np.int32 else part.view(torch.float32)).view(shape), place
@@ -146,7 +147,7 @@ class Fetched:
     event: torch.cuda.Event | None
 
     def wait(self) -> I32:
-        """The vector, once it is here; valid until DEPTH steps later."""
+        """The vector, once it is here; valid until DEPTH more calls of `send` (one on a CPU)."""
         if self.event is not None:
             self.event.synchronize()
         assert self.source.keeps(self.turn), "a step was waited for after its vector was used again"

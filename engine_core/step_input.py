@@ -5,7 +5,7 @@
     columns   the sampling parameters of all slots (`sampler`)                           when a slot begins
 
 The rows and changes are one copy, the columns a second one. A plan with more changes than the vector holds (a very long
-prompt begins) brings them apart.
+prompt begins) brings them separately.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ class StepShape:
         slots, starts, query_lens, ends: int32 [rows]; ends = starts + query_lens.
         samples: bool [rows].
         num_samples: how many rows sample.
+        num_tokens: without padding.
+        num_decode_rows: rows with one query token.
         max_query_len: over the rows; 0 without rows.
         bucket_tokens, bucket_rows: the sizes with padding.
     """

@@ -61,15 +61,12 @@ class Uploads:
     def new(self, values: npt.NDArray[Any]) -> Tensor:
         """The values in a tensor of their shape and dtype, for what the current stream does next."""
         dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
-        if self.stream is None:
-            target = torch.empty(values.shape, dtype=dtype)
-            self.write(target, values)
-            return target
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream):  # without one nothing changes
             target = torch.empty(values.shape, dtype=dtype, device=self.device)
         self.write(target, values)
-        self.join()
-        target.record_stream(torch.cuda.current_stream(self.device))
+        if self.stream is not None:
+            self.join()
+            target.record_stream(torch.cuda.current_stream(self.device))
         return target
 
     def _close_piece(self) -> torch.cuda.Event:

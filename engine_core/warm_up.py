@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.plan import I32, Admission, StepPlan, pairs, table_columns
+from wavecore.engine_core.plan import Admission, StepPlan, pairs, table_columns
 from wavecore.engine_core.row_extras import CHUNK
 from wavecore.engine_core.runner import ModelRunner
 from wavecore.engine_core.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -72,7 +72,7 @@ def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
         _all_options(sizes, everything, runner.info.hidden_size),  # first, as they need most memory
         _rare_kernels(sizes, everything, runner.state.block_table.shape[1]),
         _few_options(sizes),
-        () if runner.bucket_limits is None else _every_size(sizes),
+        _every_size(sizes),
     )
     try:
         for plan in plans:
@@ -94,7 +94,7 @@ def _all_options(sizes: Sizes, everything: SamplingParams, hidden_size: int) -> 
     prefill, decode, mixed = sizes.prefill(sizes.tokens), sizes.decode(sizes.rows), sizes.mixed()
     embeds = np.zeros((min(sizes.length, sizes.tokens), hidden_size), np.float32)
     for more in ({"prompt_embeds": embeds}, {"pooling": "mean"}, {"pooling": "last"}):
-        yield _admitting(prefill, everything, samples="pooling" not in more, copies=((1, 1),), **more)
+        yield _admitting(prefill, everything, samples="pooling" not in more, copies=((0, 1),), **more)
     for rows in (mixed, prefill, decode):
         yield _admitting(rows, everything)
 
@@ -197,7 +197,7 @@ def _plan(
     copies: tuple[Row, ...] = (),
     entries: Sequence[tuple[int, int, list[int]]] = (),
 ) -> StepPlan:
-    starts, lengths = _columns(rows)
+    starts, lengths = np.array(rows, np.int32).T.copy()
     return StepPlan(
         step_id=0,
         slots=np.arange(len(rows), dtype=np.int32),
@@ -211,8 +211,3 @@ def _plan(
         after=-1,
         **table_columns(entries),
     )
-
-
-def _columns(rows: list[Row]) -> tuple[I32, I32]:
-    starts, lengths = np.array(rows, np.int32).T.copy()
-    return starts, lengths

@@ -40,12 +40,14 @@ SECONDS = "_seconds"
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """Attributes:
-    seconds: wall time of the batch.
-    input_tokens, output_tokens: of all requests together.
-    ttft: seconds to the first token, one a request.
-    tpot: seconds a token after the first, one a request of two tokens or more.
-    counters: what COUNTERS and the seconds of each phase rose by, for each engine.
+    """What a batch took.
+
+    Attributes:
+        seconds: wall time of the batch.
+        input_tokens, output_tokens: of all requests together.
+        ttft: seconds to the first token, one a request.
+        tpot: seconds a token after the first, one a request of two tokens or more.
+        counters: what COUNTERS and the seconds of each phase rose by, for each engine.
     """
 
     seconds: float

@@ -107,6 +107,6 @@ def _item(row: Any) -> WorkItem:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie (nearest rank)."""
+    """The value below which `share` of the values lie."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

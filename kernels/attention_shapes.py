@@ -20,11 +20,14 @@ def refusal(num_heads: int, num_kv_heads: int, head_dim: int, device: torch.devi
     if device.type != "cuda":
         return None
     if head_dim > MAX_HEAD_DIM:
-        return f"head_dim {head_dim} does not fit the CUDA attention kernels, which hold up to {MAX_HEAD_DIM}"
+        return (
+            f"head_dim {head_dim} does not fit the CUDA attention kernels, which hold up to {MAX_HEAD_DIM}; device cpu "
+            "runs every size"
+        )
     if num_heads > MAX_GROUP * num_kv_heads:
         return (
             f"{num_heads // num_kv_heads} query heads share a KV head, and the CUDA attention kernels hold up to "
-            f"{MAX_GROUP}"
+            f"{MAX_GROUP}; device cpu runs every size"
         )
     if shared_memory(device) < LEAST_SHARED_MEMORY:
         return (

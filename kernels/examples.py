@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,7 +128,8 @@ def _batch_and_pages(like: Tensor) -> tuple[Batch, Tensor]:
 
 def _prepare(like: Tensor) -> Args:
     rows = step_rows([1, 1, 5], [9, 1, 7], like.device, pad_rows=1, pad_tokens=1)
-    token_table, block_table, _ = tables([9, 1, 7], 4, like.device)
+    rows = replace(rows, slots=torch.tensor([1, 2, 0, -1], dtype=torch.int32, device=like.device))
+    token_table, block_table, _ = tables([7, 9, 1], 4, like.device)  # by slot
     return rows, token_table, block_table, 4, BatchBuffers.allocate(8, 4, block_table.shape[1], like.device)
 
 
@@ -162,7 +164,9 @@ def _sample(like: Tensor) -> Args:
         6,
         vocab,
         device,
-        slots=ints([0, 1, 2, -1, 4, 5]),
+        slots=ints([4, 0, 5, -1, 2, 1]),
+        positions=ints([4, 2, 7, 0, 3, 5]),
+        choice=ints([0, 1, 2, 0, 3, 0]),
         temperature=ints([0.0, 0.7, 1.0, 1.0, 1.3, 0.0], torch.float32),
         top_k=ints([0, 5, 0, 0, 20, 0]),
         top_p=ints([1.0, 1.0, 0.8, 1.0, 0.9, 1.0], torch.float32),

@@ -54,12 +54,6 @@ def register_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:
     _chosen.clear()
 
 
-def unregister_op(name: str) -> None:
-    """Back to the built-in kernel and twin."""
-    _custom.pop(name, None)
-    _chosen.clear()
-
-
 def _pick(name: str, tensor: Tensor) -> Callable[..., Any]:
     key = (name, tensor.device.type)
     if key not in _chosen:

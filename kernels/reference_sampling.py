@@ -16,11 +16,11 @@ FEW = 1024
 def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """Draw one token a row: argmax of logit / temperature + Gumbel noise over the tokens that truncation keeps.
 
-    The order is vLLM's: bias and bans, allowed tokens, penalties, temperature, min_p, top_k, top_p. Of tokens with
+    The order is bias and bans, allowed tokens, penalties, temperature, min_p, top_k, top_p. Of tokens with
     equal logits at the border of top_k or top_p all are kept. The noise depends on (seed, choice, position, token).
 
     Args:
-        logits: [R, V], float32 or bfloat16; bias and bans change it in place.
+        logits: [R, V], float32, bfloat16 or float16; bias and bans change it in place.
         rows: see there; drawn tokens are written to `token_ids` and `counts`.
 
     Returns:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from wavecore.kernels.reference_sampling import GOLDEN, MIX_1, MIX_2
+
+_GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+
 
 @triton.jit
 def _fmix32(x):
     """MurmurHash3's 32-bit finaliser on uint32."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    x = (x ^ (x >> 16)) * _MIX_1
+    x = (x ^ (x >> 13)) * _MIX_2
     return x ^ (x >> 16)
 
 
@@ -19,15 +23,15 @@ def row_keys(seed, choice, position):
     """Two uint32 keys of a row."""
     seed_low = (seed & 0xFFFFFFFF).to(tl.uint32)
     seed_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    low = _fmix32(seed_low ^ _fmix32((choice + 1).to(tl.uint32) * 0x9E3779B1))
-    high = _fmix32(seed_high ^ _fmix32((position + 1).to(tl.uint32) * 0x85EBCA6B))
-    return _fmix32(low ^ (high * 0x9E3779B1)), _fmix32(high ^ (low * 0xC2B2AE35))
+    low = _fmix32(seed_low ^ _fmix32((choice + 1).to(tl.uint32) * _GOLDEN))
+    high = _fmix32(seed_high ^ _fmix32((position + 1).to(tl.uint32) * _MIX_1))
+    return _fmix32(low ^ (high * _GOLDEN)), _fmix32(high ^ (low * _MIX_2))
 
 
 @triton.jit
 def gumbel(token, key_1, key_2):
     """Standard Gumbel noise of tokens, float32: -log(-log(1 - v)), v uniform in (0, 1) and finest near 0."""
-    bits = _fmix32((token.to(tl.uint32) * 0x9E3779B1) ^ key_1)
+    bits = _fmix32((token.to(tl.uint32) * _GOLDEN) ^ key_1)
     bits = _fmix32(bits ^ key_2)
     v = ((bits >> 8).to(tl.int32).to(tl.float32) + 0.5) * 5.9604644775390625e-08  # 2**-24
     v = tl.minimum(v, 0.999999940395355224609375)  # 1 - 2**-24

@@ -1,4 +1,4 @@
-"""Time every kernel on one GPU against its floor: the bytes it must move, or its products, at the rates of `floors.py`.
+"""Time the kernels of a step on one GPU against their floors: bytes moved, or products, at the rates of `floors.py`.
 
     python scripts/bench_kernels.py [--only decode]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -60,15 +61,17 @@ def median_us(calls: Sequence[Call], replays: int = 30) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000 / len(calls))
-    times = sorted(times[3:])
-    return times[len(times) // 2]
+    return statistics.median(times[3:])
 
 
 def report(name: str, calls: Sequence[Call], moved: float = 0.0, products: float = 0.0) -> None:
     took = median_us(calls)
-    floor = max(moved / H200.bandwidth, products / H200.matrix) * 1e6
-    rate = f"{products / took / 1e6:6.0f} TFLOP/s" if products else f"{moved / took / 1e6:6.2f} TB/s"
-    print(f"{name:52s} {took:9.1f} us  floor {floor:8.1f} us  {floor / took:4.0%} {rate}", flush=True)
+    cells = f"{name:52s} {took:9.1f} us"
+    if moved or products:
+        floor = max(moved / H200.bandwidth, products / H200.matrix) * 1e6
+        rate = f"{products / took / 1e6:6.0f} TFLOP/s" if products else f"{moved / took / 1e6:6.2f} TB/s"
+        cells += f"  floor {floor:8.1f} us  {floor / took:4.0%} {rate}"
+    print(cells, flush=True)
 
 
 def randn(*shape: int) -> Tensor:
@@ -149,6 +152,15 @@ def kv_writes() -> None:
         report(f"norm, rope, kv write {model} {tokens} tokens", calls, moved=4.0 * tokens * width)
 
 
+def copies() -> None:
+    """Copy-on-write of blocks of 2 MiB, as `choose_block_size` makes them."""
+    for blocks in (1, 16, 256):
+        pages = randn(8 * blocks, 32, 2, 8, 16, 128)
+        pairs = torch.randperm(8 * blocks, dtype=torch.int32, device="cuda").view(4, blocks, 2)
+        calls = [partial(ops.copy_blocks, pages, some) for some in pairs]
+        report(f"copy_blocks {blocks} of 2 MiB", calls, moved=pages.nbytes / 4)
+
+
 def preparation() -> None:
     for rows, length in ((1, 1000), (256, 1000), (1024, 4000)):
         plan = step_rows([1] * rows, [length] * rows, "cuda")
@@ -181,7 +193,9 @@ def sampling() -> None:
         report(f"sample {rows} x {vocab} {name}", calls, moved=2.0 * rows * vocab)
 
 
-GROUPS = {f.__name__: f for f in (ceilings, decode, prefill, norms, activations, kv_writes, preparation, sampling)}
+GROUPS = {
+    f.__name__: f for f in (ceilings, decode, prefill, norms, activations, kv_writes, copies, preparation, sampling)
+}
 
 
 def main() -> None:

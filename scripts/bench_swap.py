@@ -6,10 +6,10 @@ All places of the engine are taken, by the steady requests and by a long one of 
 short urgent request arrives: it needs the long one's place, whose blocks leave for the host and come back after it. One
 row of the table each for:
 
-    nothing      no urgent request arrives
-    recomputed   the long one's blocks are dropped, and computed again
-    beside       they are swapped, on a stream of their own beside the steps: what the engine does
-    in line      they are swapped on the steps' stream, so that steps wait (only on CUDA)
+    never pushed out            no urgent request arrives
+    computed again              the long one's blocks are dropped
+    swapped beside the steps    on a stream of their own: what the engine does
+    swapped in line with them   on the steps' stream, so that steps wait (only on CUDA)
 
 On a CPU all copies are in line. The prefix cache is off, so all blocks move at once and none are found again.
 """
@@ -34,6 +34,12 @@ LONG = 1 << 20  # handles: steady ones count from 0, urgent ones from LONG + 1
 BLOCK = 32
 PROMPT, URGENT_PROMPT, URGENT_TOKENS = 128, 16, 8
 MARGIN = 256  # steps beside the measured ones
+NEVER, AGAIN, BESIDE, IN_LINE = ROWS = (
+    "never pushed out",
+    "computed again",
+    "swapped beside the steps",
+    "swapped in line with them",
+)
 COLUMNS = ("the long one is", "pushed out", "steps", "gap ms p50", "p99", "max", "MB out", "long one's gap ms p50")
 
 
@@ -111,14 +117,14 @@ def measure(load: Load, name: str, rounds: int, every: int) -> list[str]:
     swapped, pushed, steps = totals.swapped_tokens, totals.preemptions, totals.steps
     load.gaps, load.long_gaps = [], []
     for _ in range(rounds):
-        if name != "nothing" and load.long.state is State.RUNNING:
-            load.push(swaps=name != "recomputed")
+        if name != NEVER and load.long.state is State.RUNNING:
+            load.push(swaps=name != AGAIN)
         for _ in range(every):
             load.step()
     load.settle()
     pushed = totals.preemptions - pushed
     swapped = totals.swapped_tokens - swapped
-    if (swapped > 0) != (name in ("beside", "in line")):
+    if (swapped > 0) != (name in (BESIDE, IN_LINE)):
         raise SystemExit(f"{name}: {swapped} tokens were swapped; the long sequence must fit into the swap space")
     stats = load.core.runner.memory_stats()
     token_bytes = stats["kv_cache_bytes"] / (load.core.runner.info.num_blocks * BLOCK)
@@ -161,15 +167,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=50, help="steps from one urgent request to the next")
     parser.add_argument("--swap-space-gib", type=float, default=4.0)
     args = parser.parse_args(argv)
-    names = ("nothing", "recomputed", "beside", "in line")
-    steps = len(names) * args.rounds * args.every
+    steps = len(ROWS) * args.rounds * args.every
     load = Load(args.model, args.device, args.steady, args.long, steps, args.swap_space_gib)
     info = load.core.runner.info
     print(f"{args.model}, {info.dtype} on {info.device}: {args.steady} steady requests, a long one of {args.long}\n")
     line(COLUMNS)
     line(["---", *["---:"] * (len(COLUMNS) - 1)])
-    for name in names:
-        if name != "in line" or copy_in_line(load.core.runner):
+    for name in ROWS:
+        if name != IN_LINE or copy_in_line(load.core.runner):
             line(measure(load, name, args.rounds, args.every))
     load.core.shutdown()
 

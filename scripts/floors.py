@@ -87,8 +87,10 @@ class Costs:
 
 
 def prefill_seconds(costs: Costs, prompts: Sequence[tuple[int, int]], rates: Rates) -> float:
-    """Args:
-    prompts: (start, end) of each: tokens that are there already, and all.
+    """The least seconds for the prompts.
+
+    Args:
+        prompts: (start, end) of each: tokens that are there already, and all.
     """
     tokens = sum(end - start for start, end in prompts)
     pairs = sum(end**2 - start**2 for start, end in prompts) / 2
@@ -97,8 +99,10 @@ def prefill_seconds(costs: Costs, prompts: Sequence[tuple[int, int]], rates: Rat
 
 
 def decode_seconds(costs: Costs, requests: Sequence[tuple[int, int]], rates: Rates) -> float:
-    """Args:
-    requests: (tokens of the prompt, of the output) of each; the first output token comes from the prefill.
+    """The least seconds for the decode steps.
+
+    Args:
+        requests: (tokens of the prompt, of the output) of each; the first output token comes from the prefill.
     """
     ends = Counter(output - 1 for _, output in requests)
     rows, products = len(requests) - ends[0], 0.0

@@ -15,6 +15,7 @@ from tests.models.checkpoints import load_reference, make_config, save_model
 
 from wavecore import LLM, ConfigError, SamplingParams, ValidationError, register_op
 from wavecore.engine_core import custom_ops
+from wavecore.kernels import ops
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 KERNEL = """
@@ -97,6 +98,8 @@ def test_own_kernel_is_checked_and_used_in_the_engine(
     (tmp_path / "my_kernels.py").write_text(KERNEL)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(custom_ops, "registered", {})
+    monkeypatch.setattr(ops, "_custom", {})
+    monkeypatch.setattr(ops, "_chosen", {})
     import my_kernels  # type: ignore[import-not-found]
 
     try:
@@ -112,7 +115,4 @@ def test_own_kernel_is_checked_and_used_in_the_engine(
             llm.generate([5, 6], GREEDY, use_tqdm=False)
         assert (tmp_path / "used").exists()
     finally:
-        from wavecore.kernels import ops
-
-        ops.unregister_op("silu_mul")
         sys.modules.pop("my_kernels")

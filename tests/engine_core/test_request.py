@@ -47,6 +47,8 @@ def admit(
         ("emitted", [1, 2], {"emitted": 2}, {}),
         ("emitted", [1, 2, 3], {"emitted": 2}, {"max_tokens": 2}),
         ("emitted", [1, 2], {"emitted": -1}, {}),
+        ("emitted", [1, 2], {"emitted": 1, "pooling": "mean"}, {}),
+        ("emitted", [1, 2], {"emitted": 1}, {"max_tokens": 0}),
         ("n", [1, 2], {"emitted": 1}, {"n": 2}),
     ],
 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from tests.gpu.steps import prompt
 from tests.models.checkpoints import VOCAB
-from tests.models.driver import Driver, Sequence_
+from tests.models.driver import GREEDY, Driver, Sequence_
 
 from wavecore.engine_core.plan import PendingStep, StepPlan, StepResult
 from wavecore.engine_core.sampling_params import SamplingParams
@@ -25,6 +26,16 @@ def several(count: int, length: int = 12, **more: Any) -> Scenario:
     pooling = more.pop("pooling", "")
     params = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 1000} | more)
     return lambda driver: [driver.add(prompt(i, length), 3, i, params, pooling=pooling) for i in range(count)]
+
+
+def with_logprobs(count: int, most: int) -> Scenario:
+    """So many requests at once, with prompts of different lengths, of which the first asks for `most` alternatives and
+    each one after it for one less."""
+
+    def add(driver: Driver, i: int) -> Sequence_:
+        return driver.add(prompt(i, 5 + i % 8), 3, i, replace(GREEDY, logprobs=most - i % (most + 1)))
+
+    return lambda driver: [add(driver, i) for i in range(count)]
 
 
 def with_embeds(driver: Driver) -> list[Sequence_]:
@@ -60,8 +71,8 @@ SCENARIOS: dict[str, Scenario] = {
     "allowed tokens": several(4, allowed_token_ids=list(range(0, VOCAB, 2))),
     "penalties": several(4, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5),
     "penalties of requests that come back": back_with_output,
-    "logprobs": several(20, logprobs=5),
-    "logprobs of 30 rows": several(30, 5, logprobs=40),
+    "logprobs": with_logprobs(20, 5),
+    "logprobs of 30 rows": with_logprobs(30, 40),
     "logprobs of one row": several(1, logprobs=5),
     "one alternative": several(5, logprobs=1),
     "no alternative": several(5, logprobs=0),

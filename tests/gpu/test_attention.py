@@ -76,6 +76,13 @@ def test_page_sizes(page: int) -> None:
     check(*inputs([1, 1, 77], [page, 3 * page + 1, 200], (128, 2, 4), torch.bfloat16, page, "cuda"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 20])
+def test_a_window_that_begins_at_any_key(window: int, dtype: torch.dtype) -> None:
+    """Each place in a tile of keys, twice or more."""
+    check(*inputs([2] * 130, range(2, 132), (64, 1, 2), dtype, PAGE, "cuda"), 0.0, window)
+
+
 def test_many_rows_of_mixed_lengths() -> None:
     lengths = torch.randint(0, 3000, (1024,)).tolist()
     check(*inputs([1] * 1024, lengths, (64, 1, 4), torch.bfloat16, PAGE, "cuda"))
@@ -121,9 +128,10 @@ def test_blocks_beyond_two_to_the_31_elements() -> None:
     torch.testing.assert_close(pages[offset + 1 :], want, atol=2e-2, rtol=2e-2)
     assert not pages[: offset + 1].any()
     compare(ops.paged_attention(q, pages, 1, batch, dim**-0.5), q, pages, batch)
-    pairs_ = torch.tensor([[num_pages - 1, 3], [num_pages - 2, 4]], dtype=torch.int32, device="cuda")
+    pairs_ = torch.tensor([[num_pages - 1, 3], [4, num_pages - 2]], dtype=torch.int32, device="cuda")
+    last = pages[-1].clone()
     ops.copy_blocks(pages, pairs_)
-    assert torch.equal(pages[3], pages[-1]) and torch.equal(pages[4], pages[-2])
+    assert torch.equal(pages[3], last) and not pages[-2].any()
 
 
 def test_one_graph_serves_every_mix_of_rows() -> None:

@@ -1,14 +1,14 @@
-"""Block copies on CUDA run on streams of their own: what must wait for them waits, and nothing else does."""
+"""Block copies and uploads on CUDA have streams of their own: what must wait for them waits, and nothing else does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.gpu.scenarios import assert_same, grow_allocator
+from tests.gpu.steps import recorded
 from tests.models.checkpoints import make_config, save_model
 from tests.models.driver import Driver, Sequence_, load
 from tests.models.test_equality_families import prompts
@@ -22,12 +22,10 @@ def runner(tmp_path: Path) -> Any:
     return load(folder, device="cuda", dtype="float32", block_size=16, swap_space_gib=0.01)
 
 
-@contextmanager
-def held(stream: torch.cuda.Stream) -> Iterator[None]:
-    """What is queued on the stream meanwhile begins only after two seconds."""
+def hold(stream: torch.cuda.Stream) -> None:
+    """What is queued on the stream from here on begins only after two seconds."""
     with torch.cuda.stream(stream):
         torch.cuda._sleep(HOLD)
-    yield
 
 
 def started(driver: Driver) -> Sequence_:
@@ -42,16 +40,16 @@ def test_a_swap_out_reads_what_was_there_when_it_began(runner: Any) -> None:
     driver = Driver(runner)
     blocks = started(driver).blocks
     content = runner.pages[blocks].cpu()
-    with held(runner.copies.swaps):
-        driver.after = -1
-        assert driver.move(swap_out=[(block, i) for i, block in enumerate(blocks)]).transferred == -1
-        swap = driver.step_id - 1
-        other = driver.add(prompts(2)[1], 4, 1)
-        driver.run([other])
-        assert runner.copies.poll() == -1, "the steps waited for the copies"
-        driver.after = swap
-        free = driver.next_block
-        driver.move(copies=[(free, block) for block in blocks])
+    hold(runner.copies.swaps)
+    driver.after = -1
+    assert driver.move(swap_out=[(block, i) for i, block in enumerate(blocks)]).transferred == -1
+    swap = driver.step_id - 1
+    other = driver.add(prompts(2)[1], 4, 1)
+    driver.run([other])
+    assert runner.copies.poll() == -1, "the steps waited for the copies"
+    driver.after = swap
+    free = driver.next_block
+    driver.move(copies=[(free, block) for block in blocks])
     torch.cuda.synchronize()
     assert torch.equal(runner.host_pages[: len(blocks)], content)
     assert torch.equal(runner.pages[blocks].cpu(), runner.pages[[free] * len(blocks)].cpu())
@@ -67,10 +65,10 @@ def test_a_swapped_in_sequence_goes_on_behind_the_copy(runner: Any) -> None:
     fresh = list(range(driver.next_block, driver.next_block + count))
     driver.next_block += count
     runner.pages[blocks] = 7.0
-    with held(runner.copies.swaps):
-        driver.move(swap_in=list(enumerate(fresh)), table=[(0, i, block) for i, block in enumerate(fresh)])
-        sequence.blocks = fresh
-        assert driver.run([sequence]) == whole
+    hold(runner.copies.swaps)
+    driver.move(swap_in=list(enumerate(fresh)), table=[(0, i, block) for i, block in enumerate(fresh)])
+    sequence.blocks = fresh
+    assert driver.run([sequence]) == whole
 
 
 def moved(driver: Driver, sequence: Sequence_) -> None:
@@ -89,10 +87,10 @@ def test_rows_wait_for_the_copies_within_the_device(runner: Any) -> None:
     driver = Driver(runner)
     whole = driver.run([driver.add(prompts(1)[0] * 3, 24, 0)])
     sequence = started(driver)
-    with held(runner.copies.inside):
-        moved(driver, sequence)
-        assert not runner.copies.inside.query(), "the host waited for the copies"
-        assert driver.run([sequence]) == whole
+    hold(runner.copies.cow)
+    moved(driver, sequence)
+    assert not runner.copies.cow.query(), "the host waited for the copies"
+    assert driver.run([sequence]) == whole
 
 
 def test_copies_within_the_device_read_what_earlier_steps_wrote(runner: Any) -> None:
@@ -101,11 +99,11 @@ def test_copies_within_the_device_read_what_earlier_steps_wrote(runner: Any) -> 
     sequence = started(driver)
     content = runner.pages[sequence.blocks].clone()
     runner.pages[sequence.blocks] = 7.0
-    with held(torch.cuda.current_stream()):
-        for block, saved in zip(sequence.blocks, content, strict=True):
-            runner.pages[block] = saved
-        moved(driver, sequence)
-        assert not torch.cuda.current_stream().query(), "the host waited"
+    hold(torch.cuda.current_stream())
+    for block, saved in zip(sequence.blocks, content, strict=True):
+        runner.pages[block] = saved
+    moved(driver, sequence)
+    assert not torch.cuda.current_stream().query(), "the host waited"
     assert driver.run([sequence]) == whole
 
 
@@ -113,9 +111,23 @@ def test_copies_within_the_device_do_not_queue_up_behind_swaps(runner: Any) -> N
     driver = Driver(runner)
     whole = driver.run([driver.add(prompts(1)[0] * 3, 24, 0)])
     sequence = started(driver)
-    with held(runner.copies.swaps):
-        driver.after = -1
-        driver.move(swap_out=[(block, i) for i, block in enumerate(sequence.blocks)])
-        moved(driver, sequence)
-        assert driver.run([sequence]) == whole
-        assert runner.copies.poll() == -1, "the steps waited for the swaps"
+    hold(runner.copies.swaps)
+    driver.after = -1
+    driver.move(swap_out=[(block, i) for i, block in enumerate(sequence.blocks)])
+    moved(driver, sequence)
+    assert driver.run([sequence]) == whole
+    assert runner.copies.poll() == -1, "the steps waited for the swaps"
+
+
+def test_a_step_waits_for_its_prompt(runner: Any) -> None:
+    driver = Driver(runner)
+    with recorded(runner) as steps:
+        driver.run([driver.add(prompts(1)[0] * 3, 24, 0)])
+    runner.state.token_table.zero_()  # the prompt is not there yet
+    grow_allocator(runner)
+    hold(runner.state.uploads.stream)
+    for plan, want in steps:
+        pending = runner.launch(plan)
+        if plan.admitted:
+            assert not runner.state.uploads.stream.query(), "the host waited for the upload"
+        assert_same(pending.wait(), want)

@@ -19,6 +19,7 @@ from tests.models.checkpoints import make_config, save_model
 from tests.models.driver import Driver, Sequence_, load
 from tests.models.test_equality_families import prompts
 
+from wavecore.engine_core import row_extras
 from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.kernels import ops, reference
 from wavecore.kernels.sampling_rows import SamplingRows
@@ -77,12 +78,12 @@ def bases(drivers: dict[str, Driver]) -> Callable[[str], list[Sequence_]]:
 
 
 def params(options: dict[str, Any], row: int) -> SamplingParams:
-    return SamplingParams(**{"seed": row % SEEDS, "max_tokens": TOKENS, "logprobs": 2, **options})
+    return SamplingParams(**{"seed": row % SEEDS, "max_tokens": TOKENS, "logprobs": row % 4, **options})
 
 
 def run(driver: Driver, asked: list[SamplingParams]) -> list[Sequence_]:
     driver.next_block = 1
-    sequences = [driver.add(ASKED[slot], TOKENS, slot, p) for slot, p in enumerate(asked)]
+    sequences = [driver.add(ASKED[slot % len(ASKED)], TOKENS, slot, p) for slot, p in enumerate(asked)]
     driver.run(sequences, chunk=64)
     assert not any(sequence.fault for sequence in sequences)
     return sequences
@@ -112,6 +113,7 @@ def same_logprobs(left: Sequence_, right: Sequence_) -> None:
     for i, (a, b) in enumerate(zip(left.logprobs, right.logprobs, strict=True)):
         if left.output[i] != right.output[i]:
             return
+        assert a.token_ids.shape == b.token_ids.shape == (1, 1 + (left.params.logprobs or 0))
         np.testing.assert_allclose(b.logprobs, a.logprobs, atol=1e-3)
         assert a.token_ids[0, 0] == b.token_ids[0, 0] == left.output[i]
         assert abs(int(a.ranks[0]) - int(b.ranks[0])) <= 1 + int(a.ranks[0]) // 1000
@@ -125,15 +127,17 @@ def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
     dtype: str,
 ) -> None:
     """The CPU's logits are others in 16 bits, so the twin draws from the GPU's, step by step; the log-probabilities
-    that come back are those of the same logits."""
+    that come back are those of the same logits. The rows are more than log-probabilities are made for at once."""
     model = drivers["cuda"].runner.info.model_path
-    driver = Driver(load(model, device="cuda", dtype=dtype, block_size=16))
+    bounds: dict[str, Any] = {"max_num_seqs": 3 * len(ASKED), "max_num_batched_tokens": 4096}
+    driver = Driver(load(model, device="cuda", dtype=dtype, block_size=16, **bounds))
     kinds = list(OPTIONS.values())
     asked = []
-    for row in range(len(ASKED)):
+    for row in range(3 * len(ASKED)):
         base, change = kinds[row % len(kinds)]
-        asked.append(params(BASES[base] | change(bases(base)[row].output), row))
-    shares: list[float] = []
+        asked.append(params(BASES[base] | change(bases(base)[row % len(ASKED)].output), row))
+    assert len(asked) > row_extras.CHUNK
+    same: list[bool] = []
     drawn: dict[tuple[int, int], tuple[int, float]] = {}  # by slot and position
 
     def both(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,7 +147,7 @@ def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
         got = ops_sample(logits, rows)
         assert torch.equal(got[1], faults) and not faults.any()
         real = rows.slots >= 0
-        shares.append(float((got[0] == want)[real].float().mean()))
+        same.extend((got[0] == want)[real].tolist())
         own = raw.gather(1, got[0].clamp(min=0).long()[:, None])[:, 0]
         places = zip(rows.slots[real].tolist(), rows.positions[real].tolist(), strict=True)
         drawn.update(zip(places, zip(got[0][real].tolist(), own[real].tolist(), strict=True), strict=True))
@@ -152,9 +156,10 @@ def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
     ops_sample = ops.sample
     monkeypatch.setattr(ops, "sample", both)
     sequences = run(driver, asked)
-    assert len(shares) >= TOKENS and np.mean(shares) > 0.98, shares
+    assert len(same) == TOKENS * len(asked) and np.mean(same) > 0.98
     for slot, sequence in enumerate(sequences):
         for i, (token, report) in enumerate(zip(sequence.output, sequence.logprobs, strict=True)):
             there, logprob = drawn[slot, sequence.num_prompt + i]
             assert there == token == report.token_ids[0, 0]
+            assert report.token_ids.shape == (1, 1 + (sequence.params.logprobs or 0))
             np.testing.assert_allclose(report.logprobs[0, 0], logprob, atol=1e-5)

@@ -80,6 +80,19 @@ def test_two_launches_in_flight(tmp_path: Path) -> None:
     launch_ahead(runner, steps, asleep=True)
 
 
+def test_a_slot_behind_two_to_the_31_tokens(tmp_path: Path) -> None:
+    """The last slot's tokens begin there; what it says is what the first slot says of a small table."""
+    folder = save_model(tmp_path / "model", make_config("Llama"))
+    runner: Any = load(folder, device="cuda", dtype="float32", block_size=16, max_num_seqs=9)
+    driver, asked = Driver(runner), prompts(1)[0]
+    whole = driver.run([driver.add(asked, 24, 0)])
+    table = torch.zeros(9, 1 << 28, dtype=torch.int32, device="cuda")
+    runner.state.token_table = runner.state.sampling.token_table = table
+    last = driver.add(asked, 24, 8)
+    assert driver.run([last]) == whole
+    assert table[8, : len(last.tokens)].tolist() == last.tokens
+
+
 def test_weights_are_read_straight_to_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of a file is one of the host's first."""
     read: list[torch.Tensor] = []

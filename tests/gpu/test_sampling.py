@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.sampling_case import EDGES, Case, check_floor, same
 from torch import Tensor
 
 from wavecore.kernels import ops, reference
@@ -61,6 +62,18 @@ def test_same_tokens_as_the_twin(
     logits = (torch.randn(n, VOCAB, device="cuda") * 3).to(dtype)
     share = agreement(logits, sampling_rows(n, VOCAB, "cuda", **columns(n, temperature, top_k, top_p, min_p)))
     assert share == 1.0 if temperature == 0.0 else share > 0.98, share
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make", EDGES)
+def test_edges(make: Callable[[str, torch.dtype], Case], dtype: torch.dtype) -> None:
+    """Token by token: the largest values lie far enough apart."""
+    same(*make("cuda", dtype))
+
+
+@pytest.mark.parametrize("spread", [0.2, 3.0])
+def test_floor(spread: float) -> None:
+    check_floor("cuda", spread)
 
 
 def ints(shape: tuple[int, ...], low: int, high: int) -> Tensor:

@@ -6,12 +6,15 @@ import pytest
 import torch
 from tests.kernels.attention_case import DIMS, GROUPS, Launches, check, check_balance, in_turn, inputs
 
-from wavecore.kernels import reference
+from wavecore.kernels import attention_decode, reference
 from wavecore.kernels.attention import paged_attention
 from wavecore.kernels.examples import make_batch, make_pages
 
 # the interpreter computes with numpy, which warns where a GPU gives infinity
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+    pytest.mark.usefixtures("guarded"),
+]
 
 PAGE = 16
 DTYPES = [torch.float32, torch.float16]
@@ -62,6 +65,19 @@ def test_page_sizes(device: str, page: int, dtype: torch.dtype) -> None:
 def test_prefill_of_many_short_rows(device: str) -> None:
     query_lens, seq_lens = [2, 3, 17, 2, 33, 4], [2, 30, 17, 64, 33, 5]
     check(*inputs(query_lens, seq_lens, (64, 1, 3), torch.float32, PAGE, device))
+
+
+@pytest.mark.parametrize("window", [1, 20])
+def test_a_window_that_begins_at_any_key(device: str, window: int) -> None:
+    """Each place in a tile of keys, twice."""
+    check(*inputs([2] * 66, range(2, 68), (16, 1, 1), torch.float32, PAGE, device), 0.0, window)
+
+
+@pytest.mark.parametrize("length", [544, 1200])
+def test_a_row_of_more_parts_than_are_merged_at_once(device: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one part, and by many. Scores are spread so widely that parts of a row weigh very differently."""
+    monkeypatch.setattr(attention_decode, "num_multiprocessors", lambda _: 24)  # so many that a part is one tile
+    check(*inputs([1, 1], [length, 5], (16, 1, 16), torch.float32, PAGE, device, spread=4.0))
 
 
 def test_a_long_row_is_split_evenly(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

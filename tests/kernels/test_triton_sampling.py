@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+import triton
+import triton.language as tl
+from tests.kernels.sampling_case import EDGES, INF, Case, check_floor, column, same
 
-from wavecore.kernels import reference
 from wavecore.kernels.examples import sampling_rows
-from wavecore.kernels.sampling import sample
-from wavecore.kernels.sampling_rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
+from wavecore.kernels.reference_sampling import GOLDEN, MIX_1, MIX_2, _penalise, gumbel_of_bits
+from wavecore.kernels.sampling_hash import gumbel
+from wavecore.kernels.sampling_rows import NO_LIMIT, SEEN_IN_PROMPT
+from wavecore.kernels.sampling_values import row_values, values_of
 
 # the interpreter computes with numpy, which warns where a GPU gives infinity
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+    pytest.mark.usefixtures("guarded"),
+]
 
 VOCAB = 5000
-INF = math.inf
 
 
 @pytest.fixture(params=[torch.float32, torch.float16], ids=str)
@@ -26,24 +31,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """Of the logits."""
     value: torch.dtype = request.param
     return value
-
-
-def same(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Both draw alike, and leave the same logits, tokens and counts behind."""
-    twin_logits, twin_rows = logits.clone(), copy.deepcopy(rows)
-    want = reference.sample(twin_logits, twin_rows)
-    got = sample(logits, rows)
-    assert torch.equal(got[1], want[1])
-    good = want[1] == 0  # the token of a faulty row means nothing
-    assert torch.equal(got[0][good], want[0][good])
-    assert torch.equal(logits.nan_to_num(nan=7.0), twin_logits.nan_to_num(nan=7.0))
-    assert torch.equal(rows.token_ids[good], twin_rows.token_ids[good])
-    assert torch.equal(rows.counts, twin_rows.counts)
-    return got[0]
-
-
-def column(values: object, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)
 
 
 @pytest.mark.parametrize("vocab", [3, 2048, VOCAB])
@@ -150,6 +137,68 @@ def test_faults_and_rows_that_do_not_sample(device: str, temperature: float, dty
     assert bool(((tokens[:5] >= 0) & (tokens[:5] < 3000)).all())
 
 
-def test_token_behind_the_table_is_not_written(device: str, dtype: torch.dtype) -> None:
-    positions = column([7, 8], device, torch.int32)
-    same(torch.randn(2, 100, device=device).to(dtype), sampling_rows(2, 100, device, positions=positions))
+@pytest.mark.parametrize("make", EDGES)
+def test_edges(make: Callable[[str, torch.dtype], Case], device: str, dtype: torch.dtype) -> None:
+    same(*make(device, dtype))
+
+
+@pytest.mark.parametrize("spread", [0.2, 3.0])
+def test_floor(spread: float, device: str) -> None:
+    check_floor(device, spread)
+
+
+@triton.jit
+def _store_values(v, out_ptr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    token = tl.arange(0, BLOCK)
+    tl.store(out_ptr + row * v.vocab + token, row_values(v, row, tl.load(v.slots + row), token), mask=token < v.vocab)
+
+
+def test_values_with_penalties(device: str) -> None:
+    """Of every token, and not only of the one that is drawn; slots and rows of counts lie in other orders than rows."""
+    n, vocab = 4, 300
+    counts = torch.randint(0, 3, (n, vocab)) + torch.randint(0, 2, (n, vocab)) * SEEN_IN_PROMPT
+    rows = sampling_rows(
+        n,
+        vocab,
+        device,
+        slots=column([2, 0, 3, 1], device, torch.int32),
+        temperature=torch.rand(n, device=device) + 0.5,
+        count_row=column([1, 3, -1, 0], device, torch.int32),
+        counts=counts.to(device, torch.int32),
+        repetition_penalty=torch.rand(n, device=device) + 0.6,
+        frequency_penalty=torch.rand(n, device=device) * 2 - 1,
+        presence_penalty=torch.rand(n, device=device) * 2 - 1,
+    )
+    logits = torch.randn(n, vocab, device=device) * 3
+    got = torch.empty_like(logits)
+    _store_values[(n,)](values_of(logits, rows), got, BLOCK=512)
+    slots = rows.slots.long()
+    want = _penalise(logits, rows, slots) / rows.temperature[slots, None]
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@triton.jit
+def _store_noise(token_ptr, out_ptr, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    key = tl.full([], 0, tl.uint32)
+    tl.store(out_ptr + i, gumbel(tl.load(token_ptr + i), key, key))
+
+
+def unmixed(bits: int) -> int:
+    """What MurmurHash3's finaliser turns into `bits`."""
+    bits ^= bits >> 16
+    bits = bits * pow(MIX_2, -1, 1 << 32) % (1 << 32)
+    bits ^= bits >> 13 ^ bits >> 26
+    bits = bits * pow(MIX_1, -1, 1 << 32) % (1 << 32)
+    return bits ^ bits >> 16
+
+
+def test_noise_at_both_ends(device: str) -> None:
+    """It is finite for the smallest and the largest uniform numbers, of which one in millions of tokens meets one."""
+    bits = [n << 8 for n in (0, 1, (1 << 24) - 2, (1 << 24) - 1)]
+    tokens = [unmixed(unmixed(b)) * pow(GOLDEN, -1, 1 << 32) for b in bits]
+    got = torch.empty(len(bits), device=device)
+    _store_noise[(1,)](torch.tensor([t % (1 << 32) for t in tokens], device=device).int(), got, COUNT=len(bits))
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, gumbel_of_bits(torch.tensor(bits, device=device).int()), atol=2e-5, rtol=1e-6)

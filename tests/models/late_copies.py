@@ -20,11 +20,13 @@ class LateDevice:
 
     Attributes:
         waits: how often the host waited for a copy that was not done yet.
+        joined: the end of the queue's part that the stream of the steps waits for, each time that it does.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queue: list[tuple[Tensor, Tensor]] = []
         self.done = self.waits = 0
+        self.joined: list[int] = []
         copy = Tensor.copy_
 
         def late(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -72,3 +74,4 @@ class LateEvent:
 
     def wait(self) -> None:
         """The stream of the steps waits, not the host."""
+        self.device.joined.append(self.at)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests.models.checkpoints import make_config, save_model
@@ -41,6 +41,11 @@ def gib(total: float, utilization: float, weights: float, activations: float, ot
     return Shares(utilization=utilization, tables=0, graphs=0, **whole)
 
 
+def exactly(blocks: int) -> Shares:
+    """Room for so many blocks of `FakeRunner`, on a device that has no more."""
+    return Shares(10 * GIB + blocks * 2 * MIB, 1.0, weights=10 * GIB, tables=0, activations=0, graphs=0, others=0)
+
+
 # --- shares -----------------------------------------------------------------------------------------------------------
 
 shares = st.builds(
@@ -56,6 +61,7 @@ shares = st.builds(
 
 
 @given(shares, st.integers(0, 60 * GIB))
+@example(Shares(100 * GIB, 0.5, 90 * GIB, 0, 0, 0, 0), 10 * GIB)  # the whole device
 def test_a_suggested_share_fits_and_is_suggested_whenever_one_fits(given_: Shares, need: int) -> None:
     def room(hundredths: int) -> int:
         return replace(given_, utilization=hundredths / 100).kv_cache
@@ -205,7 +211,7 @@ Size = Callable[..., tuple[FakeRunner, int]]
 
 @pytest.fixture
 def size(monkeypatch: pytest.MonkeyPatch) -> Size:
-    """size(shares, settings) runs `allocate_kv` with this measurement; returns the runner and its blocks.
+    """size(shares, settings) runs `sized_runner` with this measurement; returns the runner and its blocks.
 
     With smaller steps activations are in proportion, or steps fail while they have more tokens than `fail_above`.
     """
@@ -222,7 +228,7 @@ def size(monkeypatch: pytest.MonkeyPatch) -> Size:
         monkeypatch.setattr(memory, "measure", lambda _runner, config: measure(config))
         monkeypatch.setattr(memory, "processes", lambda _device: "77 (9 MiB)")
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, measured.total))
-        memory.allocate_kv(runner, config)  # type: ignore[arg-type]
+        memory.sized_runner(lambda _: runner, config, "bfloat16")  # type: ignore[arg-type,return-value]
         assert runner.allocated is not None
         return runner, runner.allocated[0]
 
@@ -275,6 +281,14 @@ def test_a_shorter_length_that_would_fit(size: Size) -> None:
     assert list(share) == ["gpu_memory_utilization"] and shorter == {"max_model_len": 16 * (blocks - 1)}
 
 
+def test_the_null_block_comes_on_top_of_a_sequence(size: Size) -> None:
+    """The least cache holds both; without a length, sequences fit beside it."""
+    assert size(exactly(513))[1] == 513
+    refused(size, exactly(512))
+    runner, blocks = size(exactly(100), max_model_len=None)
+    assert blocks == 100 and runner.info.max_model_len == 99 * 16
+
+
 def test_the_cache_takes_the_whole_share_for_cached_prefixes_and_no_more_than_is_useful_without(size: Size) -> None:
     measured = gib(139.8, 0.9, 1, 2, 0.6)
     _, blocks = size(measured, max_num_seqs=8)
@@ -300,8 +314,8 @@ def test_an_override_goes_before_the_share_but_not_beyond_the_device(size: Size)
     [way] = ways_out(words)
     most = way["num_gpu_blocks_override"]
     assert 3000 < most < 4000 and size(measured, **way)[1] == most
-    with pytest.raises(ResourceError, match="no setting makes room"):
-        size(gib(24, 0.9, 15, 2, 8.9), num_gpu_blocks_override=100)
+    for full in (gib(24, 0.9, 15, 2, 8.9), exactly(MARGIN // (2 * MIB) + 1)):  # nothing, and the null block alone
+        assert "no setting makes room" in refused(size, full, ResourceError, num_gpu_blocks_override=100)
 
 
 def test_largest_steps_that_do_not_fit(size: Size) -> None:
@@ -401,6 +415,14 @@ def test_swap_space_and_blocks_that_no_host_has(folder: Path) -> None:
         load(folder, max_num_seqs=65_536, max_num_batched_tokens=65_536, kv_cache_memory_gib=9e9, **cache)
     [way] = ways_out(str(refusal.value))
     load(folder, **cache | way)
+
+
+def test_blocks_to_swap_to_count_with_those_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_memory", lambda: (GIB, GIB))
+    with pytest.raises(ConfigError) as refusal:
+        load(folder, num_gpu_blocks_override=(1 << 31) - 1, block_size=1 << 16, swap_space_gib=0.5)
+    # Blocks of 192 MiB: four in nine tenths of the memory, two to swap to among them.
+    assert ways_out(str(refusal.value)) == [{"num_gpu_blocks_override": 2}]
 
 
 # --- who the others are -----------------------------------------------------------------------------------------------

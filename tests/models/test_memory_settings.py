@@ -18,7 +18,7 @@ from wavecore.engine_core import device_memory, loader, measure, memory
 from wavecore.engine_core.config import EngineConfig
 from wavecore.engine_core.model_spec import ModelSpec, Rope
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.shares import GIB, MARGIN, no_room
+from wavecore.engine_core.shares import GIB, MARGIN
 from wavecore.transport.errors import ConfigError, ResourceError, WavecoreError
 
 MIB = 1 << 20
@@ -165,12 +165,7 @@ def start(gpu: Gpu, model: ModelSpec, config: EngineConfig, noise: int = 0) -> R
         def make(bounds: EngineConfig) -> Any:
             return Runner(gpu, bounds, model, device)
 
-        runner, fault = measure.unless_short_of_memory(lambda: make(config))
-        if runner is None:
-            ways = memory.smaller_steps(make, config)
-            raise no_room(f"the tables do not fit: {fault}", ways, dtype=config.dtype)
-        memory.allocate_kv(runner, config)
-        return cast(Runner, runner)
+        return cast(Runner, memory.sized_runner(make, config, config.dtype))
 
 
 def refusal(gpu: Gpu, model: ModelSpec, config: EngineConfig) -> WavecoreError | None:
@@ -247,8 +242,12 @@ def test_every_way_out_starts(start_: tuple[Gpu, str, EngineConfig]) -> None:
 SMALLEST: dict[str, Any] = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "gpu_memory_utilization": 1.0}
 
 
+LARGE_TABLES = EngineConfig(dtype="bfloat16", gpu_memory_utilization=0.005, enable_prefix_caching=False)
+
+
 @settings(max_examples=60, deadline=None)
 @given(starts)
+@example((Gpu(3_272_270_280, GIB, 1000, loaded=0), "0.6B", LARGE_TABLES))
 def test_a_way_out_is_found_wherever_a_small_start_fits(start_: tuple[Gpu, str, EngineConfig]) -> None:
     gpu, name, config = start_
     model, least = SPECS[name], replace(config, **SMALLEST)
@@ -293,6 +292,17 @@ def test_ways_out_of_each_kind_of_refusal(
     assert error is not None
     assert ["+".join(way) for way in ways_out(str(error))] == kinds, str(error)
     assert ("no setting makes room" in str(error)) == (not kinds)
+
+
+def test_smaller_steps_are_measured_beside_their_own_tables() -> None:
+    """Tables of 4,096 requests leave no room for a step; those of fewer do."""
+    config = EngineConfig(dtype="bfloat16", max_model_len=4096, max_num_seqs=4096, gpu_memory_utilization=1.0)
+    tables = Gpu(0, 0, 1000).tables(SPECS["0.6B"], config, 4096)
+    device = gpu_with("0.6B", config, GIB, tables + 500 * MIB, a_token=1000, loaded=0)
+    error = refusal(device, SPECS["0.6B"], config)
+    [way] = ways_out(str(error))
+    assert "+".join(way) == STEPS and 1 < way["max_num_seqs"] < 4096
+    start(device, SPECS["0.6B"], replace(config, **way))
 
 
 def test_room_for_longer_tables_is_part_of_a_larger_share() -> None:

@@ -12,7 +12,7 @@ from tests.models.driver import load
 
 from wavecore.engine_core import runner
 from wavecore.engine_core.host_memory import pinned_zeros
-from wavecore.engine_core.runner import is_out_of_memory
+from wavecore.engine_core.shortage import is_out_of_memory
 from wavecore.transport.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from tests.models.driver import GREEDY, Driver, Sequence_, load
 
 from wavecore.engine_core import row_extras
 from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.engine_core.step_copies import Fetched
+from wavecore.engine_core.step_copies import CopyOut, Fetched
 
 PROMPT = [5, 9, 140, 33, 7, 61]
 
@@ -28,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    """Beside rows that do not ask, and with bias, bans and penalties, which sampling applies to the logits."""
+    """Beside rows that do not ask, and with bias, bans and penalties, which sampling applies to the logits. Prompts
+    have different lengths, so that a token drawn at another row's position shows."""
     sizes: list[int] = []
     put = row_extras._ReportRoom.put
 
@@ -50,7 +51,7 @@ def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
             )
             for i in range(20)
         ]
-        sequences = [driver.add([*PROMPT, i] * 2, 4, i, params[i]) for i in range(20)]
+        sequences = [driver.add([*PROMPT[: 1 + i % 6], i] * 2, 4, i, params[i]) for i in range(20)]
         driver.run(sequences, chunk=9)
         return sequences
 
@@ -61,12 +62,19 @@ def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
     for one, other in zip(want, got, strict=True):
         assert one.output == other.output
         for left, right in zip(one.logprobs, other.logprobs, strict=True):
+            assert left.token_ids.shape == (1, 1 + (one.params.logprobs or 0)), "as many as the row asks for"
             for name in ("token_ids", "logprobs", "ranks"):
                 np.testing.assert_array_equal(getattr(right, name), getattr(left, name))
         for left, right in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
             np.testing.assert_array_equal(right.token_ids[:, 0], left.token_ids[:, 0])
             # each part is a matrix product of its own here, and products of other sizes round differently
             np.testing.assert_allclose(right.logprobs, left.logprobs, atol=1e-5)
+
+
+def test_the_rank_counts_what_is_likelier_and_no_equals() -> None:
+    room = row_extras._ReportRoom(CopyOut(1, 100, torch.device("cpu")), 3, 1)
+    room.put(slice(0, 3), torch.tensor([[0.5, 0.5, 0.7]] * 3), torch.arange(3))
+    assert room.ranks.tolist() == [2, 2, 1]
 
 
 @pytest.mark.parametrize("chunk", [1, 64])

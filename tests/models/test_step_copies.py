@@ -97,17 +97,18 @@ def test_more_output_than_a_plan_can_ask_for_is_our_bug() -> None:
 def test_uploads_larger_than_a_piece_and_than_the_ring(
     device: LateDevice, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
-    """Pieces of 256 bytes, four of them; arrays of up to 4,000 bytes."""
+    """Pieces of 256 bytes, four of them; arrays of up to 4,000 bytes. The steps wait for all of them."""
     ring = device.uploads(256, 4, monkeypatch)
     draw = np.random.default_rng(0)
-    for _ in range(3):
+    for joins in range(1, 4):
         arrays = [draw.integers(0, 1 << 30, size).astype(np.int32) for size in sizes]
         targets = [torch.zeros(size, dtype=torch.int32) for size in sizes]
         for target, array in zip(targets, arrays, strict=True):
             ring.write(target, array)
         ring.join()
         ring.join()  # nothing to wait for: no piece is given away
-        device.run(len(device.queue))
+        assert len(device.joined) == joins
+        device.run(device.joined[-1])
         for target, array in zip(targets, arrays, strict=True):
             assert (target.numpy() == array).all()
     if sum(sizes) <= 64:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,10 @@ if not Path("/dev/nvidiactl").exists():
     # test module may cause.
     os.environ["TRITON_INTERPRET"] = "1"
 
+
+# Started in the background (nohup, a script's &) a process ignores these, and so would all that tests start from it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Other processes may own the cores: no property fails for being slow.
 settings.register_profile("loaded machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -284,6 +284,18 @@ def test_suggested_steps_start_where_the_tables_do_not_fit(folder: Path) -> None
     assert "the tables of all requests do not fit into memory" in words
 
 
+@pytest.mark.timeout(400)
+def test_suggested_steps_start_where_the_tables_leave_no_room(folder: Path, measured: list[Shares]) -> None:
+    """The tables of smaller steps are smaller, too."""
+    settings = {"max_num_seqs": 512}
+    start(folder, **settings, gpu_memory_utilization=0.2)
+    clear()
+    with held_by_another(measured[0].weights + measured[0].tables + 64 * MIB):
+        words = refusal(ConfigError, folder, **settings)
+        assert starts_as_told(words, folder, **settings) == [["max_num_batched_tokens", "max_num_seqs"]]
+    assert "the largest step does not fit beside the weights" in words
+
+
 def test_a_suggested_number_of_blocks_starts(folder: Path) -> None:
     words = refusal(ConfigError, folder, num_gpu_blocks_override=(1 << 31) - 1)
     assert "num_gpu_blocks_override 2147483647 takes" in words
@@ -316,11 +328,12 @@ def test_weights_are_refused_before_loading_when_others_leave_no_room(folder: Pa
 
 @pytest.mark.timeout(400)
 def test_no_setting_is_suggested_when_none_makes_room(folder: Path, measured: list[Shares]) -> None:
-    """Weights and tables fit, but no step beside them."""
-    start(folder, gpu_memory_utilization=0.2, max_num_seqs=512)
+    """Weights and tables fit, and little beside them."""
+    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
+    start(folder, gpu_memory_utilization=0.2, **settings)
     clear()
     with held_by_another(measured[0].weights + measured[0].tables + 64 * MIB):
-        words = refusal(ResourceError, folder, max_num_seqs=512)
+        words = refusal(ResourceError, folder, **settings)
     assert "no setting makes room" in words and "others: CUDA context and processes" in words
     assert "fit with" not in words
 

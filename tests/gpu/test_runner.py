@@ -87,6 +87,7 @@ def test_a_slot_behind_two_to_the_31_tokens(tmp_path: Path) -> None:
     driver, asked = Driver(runner), prompts(1)[0]
     whole = driver.run([driver.add(asked, 24, 0)])
     table = torch.zeros(9, 1 << 28, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()  # the upload of a prompt waits for nothing
     runner.state.token_table = runner.state.sampling.token_table = table
     last = driver.add(asked, 24, 8)
     assert driver.run([last]) == whole

@@ -227,9 +227,11 @@ def parent(serve: bool = False, sleep: float = 600) -> tuple[subprocess.Popen[st
 
 def finish(process: subprocess.Popen[str]) -> int:
     assert process.stdout is not None
-    code = process.wait(30)
-    process.stdout.close()
-    return code
+    try:
+        return process.wait(30)
+    finally:
+        process.kill()
+        process.stdout.close()
 
 
 def test_a_killed_parent_takes_everything_with_it() -> None:

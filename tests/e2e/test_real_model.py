@@ -15,7 +15,6 @@ from tests.models.checkpoints import load_reference, make_config, save_model
 
 from wavecore import LLM, ConfigError, SamplingParams, ValidationError, register_op
 from wavecore.engine_core import custom_ops
-from wavecore.kernels import ops
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 KERNEL = """
@@ -92,14 +91,13 @@ def test_memory_table(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert "kv cache" in text
 
 
+@pytest.mark.usefixtures("own_ops")
 def test_own_kernel_is_checked_and_used_in_the_engine(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_kernels.py").write_text(KERNEL)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(custom_ops, "registered", {})
-    monkeypatch.setattr(ops, "_custom", {})
-    monkeypatch.setattr(ops, "_chosen", {})
     import my_kernels  # type: ignore[import-not-found]
 
     try:

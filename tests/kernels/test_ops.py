@@ -14,12 +14,7 @@ from wavecore.kernels.check import compare
 from wavecore.kernels.examples import EXAMPLES
 
 CPU = torch.empty(0)
-
-
-@pytest.fixture(autouse=True)
-def _restore(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_custom", {})
-    monkeypatch.setattr(ops, "_chosen", {})
+pytestmark = pytest.mark.usefixtures("own_ops")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

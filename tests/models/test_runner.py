@@ -18,7 +18,6 @@ from wavecore.engine_core.block_copies import _runs
 from wavecore.engine_core.model import Decoder
 from wavecore.engine_core.sampling_params import SamplingParams
 from wavecore.engine_core.step_shape import bucket
-from wavecore.kernels import ops
 from wavecore.transport.errors import ConfigError, ResourceError
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True)
@@ -56,11 +55,8 @@ def test_settings_that_cannot_work(folder: Path, settings: dict[str, Any], match
         load(folder, **settings)
 
 
-def test_a_kernel_replaced_by_name_is_used(
-    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ops, "_custom", {})
-    monkeypatch.setattr(ops, "_chosen", {})
+@pytest.mark.usefixtures("own_ops")
+def test_a_kernel_replaced_by_name_is_used(folder: Path, expected: list[list[int]]) -> None:
     engine = Engine(folder, custom_ops={"silu_mul": "tests.models.custom_ops:silu_mul"})
     custom_ops.calls = 0
     assert engine.generate(PROMPTS, GREEDY) == expected

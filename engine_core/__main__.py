@@ -13,15 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.core import EngineCore
+from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.factory import make_runner
+from wavecore.engine_core.loop.core import EngineCore
+from wavecore.engine_core.loop.proc import EngineCoreProc
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.proc import EngineCoreProc
-from wavecore.transport import logs
-from wavecore.transport.child import ChildLife, parser
-from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
+from wavecore.transport.io.curve import CurveServer
+from wavecore.transport.processes import logs
+from wavecore.transport.processes.child import ChildLife, parser
 from wavecore.transport.version import VERSION
 
 log = logging.getLogger("wavecore.engine_core")

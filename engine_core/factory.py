@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import Runner
 
 
@@ -19,16 +19,16 @@ def make_runner(config: EngineConfig, progress: Callable[[str, float], None]) ->
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
     """
     if config.model.startswith("scripted:"):
-        from wavecore.engine_core.scripted import ScriptedRunner
+        from wavecore.engine_core.execution.scripted_runner import ScriptedRunner
 
         return ScriptedRunner(config, progress)
-    from wavecore.engine_core.model_source import open_model
+    from wavecore.engine_core.models.model_source import open_model
 
     # OpenMP reads this when torch is first imported. A worker thread that spins while it waits takes the core that the
     # frontend needs: on two busy cores steps then took five to ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     source = open_model(config.model, progress)  # what is wrong with the files shows before torch is imported
     progress("import", 0.0)
-    from wavecore.engine_core.loader import load_runner
+    from wavecore.engine_core.startup.loader import load_runner
 
     return load_runner(config, source, progress)

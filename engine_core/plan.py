@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.transport.errors import WavecoreError
 
 I32 = npt.NDArray[np.int32]

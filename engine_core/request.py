@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wavecore.engine_core import block_hash
-from wavecore.engine_core.config import EngineConfig
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.sampling_params import MAX_PRIORITY, MAX_SALT, MAX_SECONDS, SamplingParams
+from wavecore.engine_core.kv_cache import block_hash
 from wavecore.engine_core.plan import RowLogprobs, RunnerInfo
-from wavecore.engine_core.sampling_params import MAX_PRIORITY, MAX_SALT, MAX_SECONDS, SamplingParams
-from wavecore.engine_core.timing_wheel import Timer
+from wavecore.engine_core.scheduling.timing_wheel import Timer
 from wavecore.transport.errors import ValidationError
-from wavecore.transport.messages import Add, TensorFrame
+from wavecore.transport.wire.messages import Add, TensorFrame
 
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]

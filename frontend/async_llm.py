@@ -9,17 +9,17 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.frontend.embeddings import EMBEDDING_PARAMS, pooled
-from wavecore.frontend.mailbox import Mailbox, OutputKind
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.client.embeddings import EMBEDDING_PARAMS, pooled
+from wavecore.frontend.client.mailbox import Mailbox, OutputKind
+from wavecore.frontend.client.service import Service, start_beside_loop
+from wavecore.frontend.client.wakers import LoopWaker
+from wavecore.frontend.compat import engine_config, refuse_method
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
-from wavecore.frontend.progress import StartBar
+from wavecore.frontend.progress_bars import StartBar
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
-from wavecore.frontend.service import Service, start_beside_loop
-from wavecore.frontend.text import Tokenizer
-from wavecore.frontend.vllm_names import engine_config, refuse_method
-from wavecore.frontend.wakers import LoopWaker
+from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import ConfigError, ValidationError
 
 LONG_TEXT = 20_000  # characters; encoding more would hold the event loop up for milliseconds

@@ -9,18 +9,18 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.frontend import debug
-from wavecore.frontend.batch import run_batch, stream_deltas
-from wavecore.frontend.embeddings import EMBEDDING_PARAMS, pooled
-from wavecore.frontend.heat_map import write_heat_map
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.client import utilities
+from wavecore.frontend.client.batch import run_batch, stream_deltas
+from wavecore.frontend.client.embeddings import EMBEDDING_PARAMS, pooled
+from wavecore.frontend.client.heat_map import write_heat_map
+from wavecore.frontend.client.service import Service
+from wavecore.frontend.compat import engine_config, refuse_method
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput
-from wavecore.frontend.progress import StartBar
+from wavecore.frontend.progress_bars import StartBar
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt, as_prompts
-from wavecore.frontend.service import Service
-from wavecore.frontend.text import Tokenizer
-from wavecore.frontend.vllm_names import engine_config, refuse_method
+from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import ConfigError, NotSupportedError, ValidationError
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -217,15 +217,15 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes, for instance after a change of weights."""
-        return debug.reset_prefix_cache(self._service.client)
+        return utilities.reset_prefix_cache(self._service.client)
 
     def print_memory_stats(self) -> None:
         """Print a table of what the engine's memory holds."""
-        debug.print_memory_stats(self._service.client)
+        utilities.print_memory_stats(self._service.client)
 
     def debug_requests(self) -> list[dict[str, Any]]:
         """State, age and progress of every request in the engine."""
-        return debug.debug_requests(self._service.client)
+        return utilities.debug_requests(self._service.client)
 
     debug_sequence_states = debug_requests
 
@@ -241,13 +241,13 @@ class LLM:
             float32 [n, n] of probabilities; row i sums to 1 over columns 0..i.
         """
         request = self._service.prepare(as_prompt(prompt), SamplingParams(max_tokens=1))
-        weights = debug.attention_map(self._service.client, request.prompt.tolist(), layer, head)
+        weights = utilities.attention_map(self._service.client, request.prompt.tolist(), layer, head)
         write_heat_map(path, weights)
         return weights
 
     def step_stats(self) -> list[dict[str, Any]]:
         """Counters of each engine since its start: steps, tokens, seconds in each phase of a step."""
-        return debug.step_stats(self._service.client)
+        return utilities.step_stats(self._service.client)
 
     def has_engine(self) -> bool:
         """Whether an engine takes requests, or is being started again and will."""

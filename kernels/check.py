@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecore.kernels import reference
 from wavecore.kernels.examples import EXAMPLES
+from wavecore.kernels.reference import layers
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Largest difference allowed, relative to the twin's largest magnitude."""
@@ -34,7 +34,7 @@ def check_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:
         raise DidNotRun(f"{name}: with {like.dtype} on {like.device} {error}") from error.__cause__
     if complaint is not None:
         raise ValueError(
-            f"{name}: the function does not do what wavecore.kernels.reference.{name} does with {like.dtype} on "
+            f"{name}: the function does not do what wavecore.kernels.reference.layers.{name} does with {like.dtype} on "
             f"{like.device}: {complaint}"
         )
 
@@ -46,7 +46,7 @@ def compare(name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> str | N
         DidNotRun: fn raised.
     """
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
-    expected = getattr(reference, name)(*ours)
+    expected = getattr(layers, name)(*ours)
     try:
         result = fn(*theirs)
     except Exception as error:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
-from wavecore.kernels.reference import prepare_batch
-from wavecore.kernels.sampling_rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
+from wavecore.kernels.reference.layers import prepare_batch
+from wavecore.kernels.sampling.rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
 
 Args = tuple[Any, ...]
 

@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
-from wavecore.kernels import reference
 from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
-from wavecore.kernels.sampling_rows import SamplingRows
+from wavecore.kernels.reference import layers
+from wavecore.kernels.sampling.rows import SamplingRows
 
 KERNEL_FILES = {
     "prepare_batch": "prepare",
     "add_rms_norm": "norm",
     "qk_norm_rope_kv_write": "kv_write",
-    "paged_attention": "attention",
+    "paged_attention": "attention.paged",
     "silu_mul": "activation",
     "gelu_tanh_mul": "activation",
-    "sample": "sampling",
+    "sample": "sampling.sample",
     "copy_blocks": "copies",
 }
 """Operation to the file of its Triton kernel. The twin is `reference.<operation>`."""
@@ -36,8 +36,8 @@ def register_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:
 
     Args:
         name: one of `KERNEL_FILES`.
-        fn: takes the arguments of the twin `wavecore.kernels.reference.<name>`. It is tried at once on small random
-            inputs.
+        fn: takes the arguments of the twin `wavecore.kernels.reference.layers.<name>`. It is tried at once on small
+            random inputs.
         like: an empty tensor with the dtype and the device of these inputs: where fn will be used.
 
     Raises:
@@ -62,7 +62,7 @@ def _pick(name: str, tensor: Tensor) -> Callable[..., Any]:
         elif tensor.is_cuda:
             _chosen[key] = getattr(import_module(f"wavecore.kernels.{KERNEL_FILES[name]}"), name)
         else:
-            _chosen[key] = getattr(reference, name)
+            _chosen[key] = getattr(layers, name)
     return _chosen[key]
 
 

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 import transformers
 
-from wavecore.engine_core.config import Dtype, EngineConfig
-from wavecore.engine_core.core import EngineCore
+from wavecore.engine_core.api.config import Dtype, EngineConfig
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.factory import make_runner
-from wavecore.engine_core.model_files import resolve_model
-from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.transport.messages import Add
-from wavecore.transport.tensors import from_numpy
+from wavecore.engine_core.loop.core import EngineCore
+from wavecore.engine_core.models.files import resolve_model
+from wavecore.transport.wire.messages import Add
+from wavecore.transport.wire.tensors import from_numpy
 
 Bench = Callable[[int, int], float]
 PROMPT_TOKENS = 32

@@ -16,17 +16,17 @@ from collections.abc import Callable
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.frontend.detokenizer import ByteDetokenizer, ByteTable, StreamDetokenizer
-from wavecore.frontend.engine_link import EngineLink, LinkState
-from wavecore.frontend.engine_request import EngineRequest
-from wavecore.frontend.in_flight import InFlight
-from wavecore.frontend.mailbox import Mailbox, OutputKind
-from wavecore.frontend.stop_strings import StopStrings
-from wavecore.frontend.text import Tokenizer as WavecoreTokenizer
-from wavecore.frontend.tokenizer_files import load_tokenizer
-from wavecore.frontend.wakers import QueueWaker
-from wavecore.transport.messages import Columns, Step
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.client.engines import EngineLink, LinkState
+from wavecore.frontend.client.in_flight import InFlight
+from wavecore.frontend.client.mailbox import Mailbox, OutputKind
+from wavecore.frontend.client.request import EngineRequest
+from wavecore.frontend.client.wakers import QueueWaker
+from wavecore.frontend.text.detokenizer import ByteDetokenizer, ByteTable, StreamDetokenizer
+from wavecore.frontend.text.stop_strings import StopStrings
+from wavecore.frontend.text.tokenizer import Tokenizer as WavecoreTokenizer
+from wavecore.frontend.text.tokenizer_files import load_tokenizer
+from wavecore.transport.wire.messages import Columns, Step
 
 STEPS = 200
 

@@ -22,11 +22,11 @@ from typing import Any
 
 from floors import H200, Floor, floor_of
 
-from wavecore.engine_core.families import from_config
-from wavecore.engine_core.model_spec import ModelSpec
-from wavecore.frontend.cli_bench import BenchReport, measure, phase_seconds, warm_up
+from wavecore.engine_core.models.families import from_config
+from wavecore.engine_core.models.spec import ModelSpec
+from wavecore.frontend.cli.bench import BenchReport, measure, phase_seconds, warm_up
+from wavecore.frontend.cli.workload import WORKLOADS, WorkItem, percentile
 from wavecore.frontend.llm import LLM
-from wavecore.frontend.workload import WORKLOADS, WorkItem, percentile
 
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True,

@@ -18,12 +18,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.core import EngineCore
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.execution.scripted_runner import Script, ScriptedRunner
+from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.plan import StepPlan, StepResult
-from wavecore.engine_core.scripted import Script, ScriptedRunner
-from wavecore.engine_core.timing_wheel import TimingWheel
-from wavecore.transport.messages import Add, TensorFrame
+from wavecore.engine_core.scheduling.timing_wheel import TimingWheel
+from wavecore.transport.wire.messages import Add, TensorFrame
 
 T = TypeVar("T")
 SCRIPT = Script(vocab_size=1000, num_blocks=1024 * 80, block_size=64, max_model_len=5120)

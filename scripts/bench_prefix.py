@@ -13,10 +13,10 @@ import time
 
 import numpy as np
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.core import EngineCore
+from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.factory import make_runner
-from wavecore.transport.messages import Add, TensorFrame
+from wavecore.engine_core.loop.core import EngineCore
+from wavecore.transport.wire.messages import Add, TensorFrame
 
 CLIENT = b"benchmark client"
 OWN_TOKENS = 24

@@ -12,11 +12,11 @@ from typing import Literal
 
 import numpy as np
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.core import EngineCore
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.execution.scripted_runner import Script, ScriptedRunner
+from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.plan import StepPlan, StepResult
-from wavecore.engine_core.scripted import Script, ScriptedRunner
-from wavecore.transport.messages import Add, TensorFrame
+from wavecore.transport.wire.messages import Add, TensorFrame
 
 CLIENT = b"benchmark client"
 Policy = Literal["fcfs", "priority", "hybrid"]

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.core import EngineCore
+from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.factory import make_runner
+from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.plan import Runner
 from wavecore.engine_core.request import State
-from wavecore.transport.messages import Add, TensorFrame
+from wavecore.transport.wire.messages import Add, TensorFrame
 
 CLIENT = b"benchmark client"
 LONG = 1 << 20  # handles: steady ones count from 0, urgent ones from LONG + 1
@@ -146,7 +146,7 @@ def copy_in_line(runner: Runner) -> bool:
         return False
     import torch  # not before the engine's factory, which sets how its threads wait
 
-    from wavecore.engine_core.runner import ModelRunner
+    from wavecore.engine_core.execution.runner import ModelRunner
 
     assert isinstance(runner, ModelRunner)
     runner.copies.swaps = torch.cuda.current_stream(runner.device)

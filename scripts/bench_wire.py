@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from wavecore.transport.client_pump import ClientPump
-from wavecore.transport.codec import decode, encode
-from wavecore.transport.columns import merge
-from wavecore.transport.input_pump import AddIn, InputPump
-from wavecore.transport.messages import Add, Columns, Ready, Step
-from wavecore.transport.output_pump import Counters, OutputPump
-from wavecore.transport.tensors import from_numpy
+from wavecore.transport.io.client_pump import ClientPump
+from wavecore.transport.io.input_pump import AddIn, InputPump
+from wavecore.transport.io.output_pump import Counters, OutputPump
+from wavecore.transport.wire.codec import decode, encode
+from wavecore.transport.wire.columns import merge
+from wavecore.transport.wire.messages import Add, Columns, Ready, Step
+from wavecore.transport.wire.tensors import from_numpy
 
 TOKEN = b"0123456789abcdef"
 

@@ -26,9 +26,11 @@ def first_sentence(path: Path) -> str:
 def table() -> str:
     lines = []
     for folder in FOLDERS:
-        lines.append(f"\n### {folder}/\n\n")
-        paths = sorted(p for p in (ROOT / folder).glob("*.py") if p.name != "__init__.py")
-        lines += [f"- `{path.name}` {first_sentence(path)}\n" for path in paths]
+        rooms = sorted({path.parent for path in (ROOT / folder).rglob("*.py")})
+        for room in rooms:
+            lines.append(f"\n### {room.relative_to(ROOT)}/\n\n")
+            paths = sorted(path for path in room.glob("*.py") if path.name != "__init__.py")
+            lines += [f"- `{path.name}` {first_sentence(path)}\n" for path in paths]
     return "".join(lines) + "\n"
 
 

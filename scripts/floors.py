@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wavecore.engine_core.model_spec import ModelSpec
+from wavecore.engine_core.models.spec import ModelSpec
 
 SHARED = 16  # tokens: what two prompts have in common is counted in whole blocks of the smallest size
 

@@ -23,13 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.gguf_file import read_gguf
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.gguf_file import read_gguf
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.request import Request
-from wavecore.transport import deployment, messages
-from wavecore.transport.codec import decode, encode
-from wavecore.transport.columns import finish_columns
 from wavecore.transport.errors import (
     ConfigError,
     ModelError,
@@ -38,8 +35,12 @@ from wavecore.transport.errors import (
     StartError,
     ValidationError,
 )
-from wavecore.transport.sockets import parse_address
-from wavecore.transport.tensors import DTYPES
+from wavecore.transport.io.sockets import parse_address
+from wavecore.transport.processes import deployment
+from wavecore.transport.wire import messages
+from wavecore.transport.wire.codec import decode, encode
+from wavecore.transport.wire.columns import finish_columns
+from wavecore.transport.wire.tensors import DTYPES
 
 TOKEN = bytes(range(16))
 ODD_NUMBERS = (0, 1, -1, 127, 128, 255, 256, 65535, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 64) - 1)

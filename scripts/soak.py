@@ -31,17 +31,17 @@ from typing import Any
 import numpy as np
 import psutil
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.client.mailbox import Mailbox, OutputKind
+from wavecore.frontend.client.wakers import QueueWaker
 from wavecore.frontend.llm import LLM
-from wavecore.frontend.mailbox import Mailbox, OutputKind
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.prompts import as_prompt
-from wavecore.frontend.wakers import QueueWaker
-from wavecore.transport import restarts
 from wavecore.transport.errors import EngineDead, WavecoreError
-from wavecore.transport.process import ChildSpec
-from wavecore.transport.supervisor import Limits, Supervisor
+from wavecore.transport.processes import restarts
+from wavecore.transport.processes.process import ChildSpec
+from wavecore.transport.processes.supervisor import Limits, Supervisor
 
 SCRIPT: dict[str, Any] = {"vocab_size": 1000, "eos_token_id": [], "num_blocks": 300, "step_seconds": 0.002}
 CONFIG: dict[str, Any] = {"max_num_seqs": 24, "max_num_batched_tokens": 256, "max_num_queued_reqs": 100}

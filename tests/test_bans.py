@@ -76,7 +76,7 @@ def test_no_banned_name(path: Path) -> None:
 def test_sockets_are_made_in_one_place() -> None:
     """`Context(` and `.socket(` of zmq stand in transport/sockets.py only."""
     makers = set()
-    for path in (ROOT / "transport").glob("*.py"):
+    for path in (ROOT / "transport").rglob("*.py"):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -32,7 +32,7 @@ def test_wheel_holds_every_module(tmp_path: Path) -> None:
         wheel.extractall(tmp_path / "site")
     want = {f"wavecore/{name}" for name in modules()} | {"wavecore/__init__.py", "wavecore/py.typed"}
     assert {n for n in names if ".dist-info/" not in n} == want
-    code = "import wavecore, wavecore.frontend.cli; print(wavecore.__file__)"
+    code = "import wavecore, wavecore.frontend.cli.main; print(wavecore.__file__)"
     out = subprocess.run([sys.executable, "-P", "-c", code], env={"PYTHONPATH": str(tmp_path / "site")},
                          capture_output=True, text=True, cwd=tmp_path, check=True)  # fmt: skip
     assert out.stdout.startswith(str(tmp_path))

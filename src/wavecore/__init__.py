@@ -12,13 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wavecore.engine_core.config import EngineConfig
-    from wavecore.engine_core.custom_ops import register_op
-    from wavecore.engine_core.sampling_params import SamplingParams
+    from wavecore.engine_core.api.config import EngineConfig
+    from wavecore.engine_core.api.custom_ops import register_op
+    from wavecore.engine_core.api.sampling_params import SamplingParams
     from wavecore.frontend.async_llm import AsyncLLM
+    from wavecore.frontend.client.mailbox import OutputKind
     from wavecore.frontend.connect import connect
     from wavecore.frontend.llm import LLM
-    from wavecore.frontend.mailbox import OutputKind
     from wavecore.frontend.outputs import (
         CompletionOutput,
         EmbeddingOutput,
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from wavecore.transport.version import VERSION as __version__
 
 _HOMES = {
-    "engine_core.config": ("EngineConfig",),
-    "engine_core.custom_ops": ("register_op",),
-    "engine_core.sampling_params": ("SamplingParams",),
+    "engine_core.api.config": ("EngineConfig",),
+    "engine_core.api.custom_ops": ("register_op",),
+    "engine_core.api.sampling_params": ("SamplingParams",),
     "frontend.async_llm": ("AsyncLLM",),
     "frontend.connect": ("connect",),
     "frontend.llm": ("LLM",),
-    "frontend.mailbox": ("OutputKind",),
+    "frontend.client.mailbox": ("OutputKind",),
     "frontend.outputs": (
         "CompletionOutput",
         "EmbeddingOutput",
@@ -122,7 +122,7 @@ def __getattr__(name: str) -> Any:
         return import_module("wavecore.transport.version").VERSION
     if name.startswith("_"):
         raise AttributeError(f"module 'wavecore' has no attribute {name!r}")
-    names = import_module("wavecore.frontend.vllm_names")
+    names = import_module("wavecore.frontend.compat")
     if name in names.CLASSES:
         errors = import_module("wavecore.transport.errors")
         raise errors.NotSupportedError(f"{name}: {names.CLASSES[name]}")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from tests.e2e.scripted_model import ids_of, write_model
+from tests.support.scripted_model import ids_of, write_model
 
 from wavecore import AsyncLLM, OutputKind, RequestTimeout, SamplingParams, ValidationError, connect
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.e2e.scripted_model import EOS, ids_of, write_model
+from tests.support.scripted_model import EOS, ids_of, write_model
 
 from wavecore import SamplingParams, connect
 
-COMMAND = [sys.executable, "-m", "wavecore.frontend.cli"]
+COMMAND = [sys.executable, "-m", "wavecore.frontend.cli.main"]
 GENERATION = 1  # <|im_start|>, the first token of a conversation
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.e2e.scripted_model import ids_of, write_model
+from tests.support.scripted_model import ids_of, write_model
 
 from wavecore import (
     LLM,

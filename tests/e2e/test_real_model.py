@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.frontend.tokenizers_for_tests import write_folder
-from tests.models.checkpoints import load_reference, make_config, save_model
+from tests.support.checkpoints import load_reference, make_config, save_model
+from tests.support.tokenizers_for_tests import write_folder
 
 from wavecore import LLM, ConfigError, SamplingParams, ValidationError, register_op
-from wavecore.engine_core import custom_ops
+from wavecore.engine_core.api import custom_ops
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 KERNEL = """

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.scripted_model import EOS, VOCAB, ids_of, write_model
+from tests.support.scripted_model import EOS, VOCAB, ids_of, write_model
 
 from wavecore import LLM, AsyncLLM, RequestOutput, SamplingParams, ValidationError
 

@@ -28,14 +28,14 @@ import pytest
 import tqdm
 import zmq
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
-from wavecore.transport.deployment import Cause, EngineEntry
 from wavecore.transport.errors import WavecoreError
-from wavecore.transport.process import ChildSpec
-from wavecore.transport.runtime_dir import RuntimeDir
-from wavecore.transport.supervisor import Limits, Supervisor
+from wavecore.transport.processes.deployment import Cause, EngineEntry
+from wavecore.transport.processes.process import ChildSpec
+from wavecore.transport.processes.runtime_dir import RuntimeDir
+from wavecore.transport.processes.supervisor import Limits, Supervisor
 
 LIMITS = Limits(ready=60, drain=5, step=60, idle=1.0, grace=5)
 SCRIPT: dict[str, Any] = {"vocab_size": 1000, "max_model_len": 4096, "num_blocks": 400, "eos_token_id": []}
@@ -203,7 +203,7 @@ def deploy(tmp_path: Path) -> Deploy:
 @pytest.fixture(autouse=True)
 def short_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine is restarted after 0.1 s instead of 1, 2, 4 ...; the delays have tests of their own."""
-    monkeypatch.setattr("wavecore.transport.restarts.MAX_DELAY", 0.1)
+    monkeypatch.setattr("wavecore.transport.processes.restarts.MAX_DELAY", 0.1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,12 +16,12 @@ import pytest
 import zmq
 from tests.faults.conftest import until
 
-from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
-from wavecore.transport.codec import MAX_FRAME_BYTES, encode
 from wavecore.transport.errors import Overloaded
-from wavecore.transport.messages import Hello
-from wavecore.transport.sockets import make_context, make_socket
+from wavecore.transport.io.sockets import make_context, make_socket
+from wavecore.transport.wire.codec import MAX_FRAME_BYTES, encode
+from wavecore.transport.wire.messages import Hello
 
 CLIENT = """
 import sys

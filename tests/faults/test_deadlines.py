@@ -12,7 +12,7 @@ from tests.faults.conftest import until
 
 from wavecore.frontend.llm import LLM
 from wavecore.transport.errors import RequestTimeout, StartError
-from wavecore.transport.supervisor import Limits
+from wavecore.transport.processes.supervisor import Limits
 
 
 def test_total_deadline(deploy: Any) -> None:

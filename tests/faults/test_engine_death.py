@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.faults.conftest import until
 
-from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
 from wavecore.transport.errors import EngineDead
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
-from wavecore.transport import deployment
+from wavecore.transport.processes import deployment
 
 ROOT = Path(__file__).parents[2]
 SERVE = """
 import sys
-from wavecore.frontend.service import make_supervisor
-from wavecore.frontend.vllm_names import engine_config
+from wavecore.frontend.client.service import make_supervisor
+from wavecore.frontend.compat import engine_config
 sys.exit(make_supervisor(engine_config({"model": "scripted:"})).serve(on_ready=lambda p: print(p, flush=True)))
 """
 CHATTY = """
@@ -90,7 +90,7 @@ def test_clock_jumps(deploy: Any) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for folder in ("transport", "engine_core", "frontend", "parallel")
-        for path in sorted((ROOT / folder).glob("*.py"))
+        for path in sorted((ROOT / folder).rglob("*.py"))
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(r"\btime\.time\(|datetime\.(utc)?now\(", line)
         and not any(word in line for word in shown_to_people)

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.frontend.choice import Choice
-from wavecore.frontend.engine_request import EngineRequest
-from wavecore.frontend.mailbox import OutputKind
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.client.choice import Choice
+from wavecore.frontend.client.mailbox import OutputKind
+from wavecore.frontend.client.request import EngineRequest
+from wavecore.frontend.client.wakers import QueueWaker
 from wavecore.frontend.prompts import as_prompt
-from wavecore.frontend.wakers import QueueWaker
 from wavecore.transport.errors import NumericalError, ResourceError, ValidationError, WavecoreError
 
 BAD = 7  # first prompt token of the request at fault

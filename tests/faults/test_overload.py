@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from tests.faults.conftest import until
 
-from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.frontend.mailbox import Mailbox, OutputKind
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.client.mailbox import Mailbox, OutputKind
+from wavecore.frontend.client.wakers import QueueWaker
 from wavecore.frontend.prompts import as_prompt
-from wavecore.frontend.wakers import QueueWaker
 from wavecore.transport.errors import Overloaded
 
 

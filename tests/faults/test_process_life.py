@@ -16,18 +16,18 @@ import psutil
 import pytest
 from tests.faults.conftest import until
 
-from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
-from wavecore.transport import deployment
 from wavecore.transport.errors import EngineDead, ModelError, Overloaded, StartError
-from wavecore.transport.process import ChildSpec
-from wavecore.transport.runtime_dir import is_held
-from wavecore.transport.supervisor import Supervisor
+from wavecore.transport.processes import deployment
+from wavecore.transport.processes.process import ChildSpec
+from wavecore.transport.processes.runtime_dir import is_held
+from wavecore.transport.processes.supervisor import Supervisor
 
 SERVE = """
 import sys
-from wavecore.frontend.service import make_supervisor
-from wavecore.frontend.vllm_names import engine_config
+from wavecore.frontend.client.service import make_supervisor
+from wavecore.frontend.compat import engine_config
 config = engine_config({{"model": "scripted:{script}", "max_num_seqs": 4, "shutdown_timeout": {drain}}})
 print("importing is done", flush=True)
 supervisor = make_supervisor(config)

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from tests.faults.conftest import right_answer
 
-from wavecore.engine_core.sampling_params import SamplingParams
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.transport.errors import EngineDead
-from wavecore.transport.supervisor import Limits
+from wavecore.transport.processes.supervisor import Limits
 
 
 def test_hanging_step(deploy: Any) -> None:

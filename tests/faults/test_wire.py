@@ -10,11 +10,11 @@ import pytest
 import zmq
 from tests.faults.conftest import until
 
-from wavecore.transport.codec import encode
 from wavecore.transport.errors import MessageTooLarge
-from wavecore.transport.messages import Abort, Add, Hello, Ping, Utility
-from wavecore.transport.sockets import MAX_FRAME_BYTES, make_context
-from wavecore.transport.tensors import from_numpy
+from wavecore.transport.io.sockets import MAX_FRAME_BYTES, make_context
+from wavecore.transport.wire.codec import encode
+from wavecore.transport.wire.messages import Abort, Add, Hello, Ping, Utility
+from wavecore.transport.wire.tensors import from_numpy
 
 
 def test_well_formed_lies(deploy: Any) -> None:

@@ -29,12 +29,12 @@ def test_import_alone_loads_nothing() -> None:
 def test_frontend_is_torch_free() -> None:
     code = (
         "from wavecore import LLM, AsyncLLM, SamplingParams, EngineConfig, connect, EngineDead\n"
-        "import wavecore.frontend.cli, wavecore.frontend.tokenizer_files"
+        "import wavecore.frontend.cli.main, wavecore.frontend.text.tokenizer_files"
     )
     loaded = modules_after(code)
     assert not loaded & {"torch", "transformers", "triton", "matplotlib"}
     # The command line's modules too.
-    code = "from wavecore.frontend import cli_bench, cli_chat, cli_engine, cli_generate"
+    code = "from wavecore.frontend.cli import bench, chat, engine, generate"
     assert "torch" not in modules_after(code)
 
 

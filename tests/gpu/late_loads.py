@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tests.gpu.scenarios import SCENARIOS, chunk_of, grow_allocator, sleep
-from tests.models.driver import Driver, load
+from tests.support.model_driver import Driver, load
 
 from wavecore.engine_core.plan import PendingStep, StepPlan
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from tests.gpu.steps import prompt
-from tests.models.checkpoints import VOCAB
-from tests.models.driver import GREEDY, Driver, Sequence_
+from tests.support.checkpoints import VOCAB
+from tests.support.model_driver import GREEDY, Driver, Sequence_
 
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.plan import PendingStep, StepPlan, StepResult
-from wavecore.engine_core.sampling_params import SamplingParams
 
 HOLD = 1_000_000_000  # cycles: half a second, a launch takes a hundredth of one
 WHOLE = 1 << 30

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.models.checkpoints import VOCAB
-from tests.models.driver import load
+from tests.support.checkpoints import VOCAB
+from tests.support.model_driver import load
 
 from wavecore.engine_core.plan import StepPlan, StepResult
 

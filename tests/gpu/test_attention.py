@@ -8,11 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from tests.gpu.steps import make, prompt
-from tests.kernels.attention_case import DIMS, GROUPS, Launches, check, check_balance, compare, in_turn, inputs
-from tests.models.checkpoints import make_config, save_model
-from tests.models.driver import Driver
+from tests.kernels.attention.attention_case import (
+    DIMS,
+    GROUPS,
+    Launches,
+    check,
+    check_balance,
+    compare,
+    in_turn,
+    inputs,
+)
+from tests.support.checkpoints import make_config, save_model
+from tests.support.model_driver import Driver
 
-from wavecore.kernels import ops, reference
+from wavecore.kernels import ops
 from wavecore.kernels.examples import make_batch, make_pages, rope_table
 
 PAGE, LONG = 64, 32768
@@ -124,7 +133,7 @@ def test_blocks_beyond_two_to_the_31_elements() -> None:
     q = ops.qk_norm_rope_kv_write(qkv, None, None, 1e-6, table, batch, pages, 1, heads, kv_heads)
     want = before.clone()
     small = replace(batch, slot_mapping=slots - (offset + 1) * PAGE, shared={})
-    reference.qk_norm_rope_kv_write(qkv, None, None, 1e-6, table, small, want, 1, heads, kv_heads)
+    layers.qk_norm_rope_kv_write(qkv, None, None, 1e-6, table, small, want, 1, heads, kv_heads)
     torch.testing.assert_close(pages[offset + 1 :], want, atol=2e-2, rtol=2e-2)
     assert not pages[: offset + 1].any()
     compare(ops.paged_attention(q, pages, 1, batch, dim**-0.5), q, pages, batch)

@@ -17,8 +17,8 @@ import pytest
 import torch
 import transformers
 from make_checkpoint import make
-from tests.models.driver import load
-from tests.models.teacher_forced import distance, our_logits, their_logits
+from tests.support.model_driver import load
+from tests.support.teacher_forced import distance, our_logits, their_logits
 from torch import Tensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from tests.gpu.steps import make, prompt, recorded
-from tests.models.checkpoints import make_config, save_model
-from tests.models.driver import GREEDY, Driver
+from tests.support.checkpoints import make_config, save_model
+from tests.support.model_driver import GREEDY, Driver
 
-from wavecore.engine_core.launched import Launched
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.engine_core.execution.logprobs import Extras, draw
+from wavecore.engine_core.execution.pending_step import Launched
+from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.plan import StepPlan, StepResult
-from wavecore.engine_core.row_extras import Extras, draw
-from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.engine_core.step_shape import StepShape
 
 ROWS = 8
 

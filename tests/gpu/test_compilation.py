@@ -10,9 +10,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tests.models.checkpoints import make_config, save_model
-from tests.models.driver import load
-from tests.models.every_request import every_request
+from tests.support.checkpoints import make_config, save_model
+from tests.support.every_request import every_request
+from tests.support.model_driver import load
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 128, "max_position_embeddings": 4200}),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models.checkpoints import assert_greedy, load_reference, make_config, save_model
-from tests.models.engine import Engine
-from tests.models.test_equality_families import prompts
+from tests.engine_core.models.test_equality_families import prompts
+from tests.support.checkpoints import assert_greedy, load_reference, make_config, save_model
+from tests.support.model_engine import Engine
 
 from wavecore import LLM, ConfigError, SamplingParams
 from wavecore.engine_core.plan import OutOfMemory, PendingStep, StepPlan

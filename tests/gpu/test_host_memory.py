@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from tests.gpu.steps import make
-from tests.models.checkpoints import make_config, save_model
+from tests.support.checkpoints import make_config, save_model
 
 HOLD = 1_000_000_000  # cycles: half a second
 

@@ -10,8 +10,9 @@ import torch
 from tests.kernels.layer_case import close, rounded_once
 from torch import Tensor
 
-from wavecore.kernels import ops, reference
+from wavecore.kernels import ops
 from wavecore.kernels.examples import make_batch, make_pages, rope_table
+from wavecore.kernels.reference import layers
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -33,16 +34,16 @@ def test_add_rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> None:
     weight = torch.randn(hidden, device="cuda").to(dtype)
     normed, total = ops.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, x + residual)
-    want = reference.add_rms_norm(total.double(), None, weight.double(), 1e-6)[0]
+    want = layers.add_rms_norm(total.double(), None, weight.double(), 1e-6)[0]
     close(normed, want, dtype)
     if dtype != torch.float32:
         rounded_once(normed, want)  # of the sum as it is stored
     offset, _ = ops.add_rms_norm(x, None, weight, 1e-6, 1.0)
-    close(offset, reference.add_rms_norm(x.double(), None, weight.double(), 1e-6, 1.0)[0], dtype)
+    close(offset, layers.add_rms_norm(x.double(), None, weight.double(), 1e-6, 1.0)[0], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op, twin", [(ops.silu_mul, reference.silu_mul), (ops.gelu_tanh_mul, reference.gelu_tanh_mul)])
+@pytest.mark.parametrize("op, twin", [(ops.silu_mul, layers.silu_mul), (ops.gelu_tanh_mul, layers.gelu_tanh_mul)])
 def test_gated(op: Callable[[Tensor], Tensor], twin: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     for tokens, inner in ((1, 3072), (129, 14336), (7, 1536)):
         x = (torch.randn(tokens, 2 * inner, device="cuda") * 3).to(dtype)
@@ -66,7 +67,7 @@ def test_norm_rope_write(heads: int, kv_heads: int, dim: int, rot: int, with_nor
     table = rope_table(2048, rot, "cuda", 500_000.0)
     before, want_pages = pages.clone(), pages.double()
     wide: Any = norms.double() if with_norm else norms
-    want = reference.qk_norm_rope_kv_write(qkv.double(), *wide, 1e-6, table, batch, want_pages, 1, heads, kv_heads)
+    want = layers.qk_norm_rope_kv_write(qkv.double(), *wide, 1e-6, table, batch, want_pages, 1, heads, kv_heads)
     q = ops.qk_norm_rope_kv_write(qkv, *norms, 1e-6, table, batch, pages, 1, heads, kv_heads)
     close(q, want, dtype)
     assert not q[-10:].any()
@@ -81,6 +82,6 @@ def test_many_copies() -> None:
     order = torch.randperm(2 * count, device="cuda") + 1
     pairs = torch.stack((order[:count], order[count:]), 1).int()
     want = pages.clone()
-    reference.copy_blocks(want, pairs)
+    layers.copy_blocks(want, pairs)
     ops.copy_blocks(pages, pairs)
     assert torch.equal(pages, want)

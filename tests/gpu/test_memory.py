@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.models.checkpoints import make_config, save_model
-from tests.models.driver import Driver, load
-from tests.models.ways_out import ways_out
+from tests.support.checkpoints import make_config, save_model
+from tests.support.model_driver import Driver, load
+from tests.support.ways_out import ways_out
 
 from wavecore import LLM, ConfigError, ResourceError, SamplingParams
-from wavecore.engine_core import memory
-from wavecore.engine_core.measure import SLACK
+from wavecore.engine_core.execution.logprobs import draw
+from wavecore.engine_core.execution.step_shape import MAX_BUCKET, StepShape
 from wavecore.engine_core.plan import StepPlan, pairs, table_columns
-from wavecore.engine_core.row_extras import draw
-from wavecore.engine_core.shares import Shares
-from wavecore.engine_core.step_shape import MAX_BUCKET, StepShape
+from wavecore.engine_core.startup import kv_cache_size
+from wavecore.engine_core.startup.measure import SLACK
+from wavecore.engine_core.startup.memory_budget import Shares
 
 MIB = 1 << 20
 MODEL: dict[str, Any] = {
@@ -74,14 +74,14 @@ def clear() -> None:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Shares]:
     """What each start measures, with what it tries before it is refused."""
     found: list[Shares] = []
-    measure = memory.measure
+    measure = kv_cache_size.measure
 
     def noting(*args: Any) -> tuple[Shares, str]:
         shares, fault = measure(*args)
         found.append(shares)
         return shares, fault
 
-    monkeypatch.setattr(memory, "measure", noting)
+    monkeypatch.setattr(kv_cache_size, "measure", noting)
     return found
 
 
@@ -380,7 +380,7 @@ def test_the_start_tells_what_others_hold_and_who_they_are(
     start(folder, **settings)
     clear()
     before, free = listed_pids(), torch.cuda.mem_get_info()[0]
-    with held_by_another(40 << 30), caplog.at_level("INFO", "wavecore.engine_core.memory"):
+    with held_by_another(40 << 30), caplog.at_level("INFO", "wavecore.engine_core.startup.kv_cache_size"):
         caplog.clear()
         runner = start(folder, **settings)
         new = listed_pids() - before
@@ -398,5 +398,5 @@ def test_the_start_tells_what_others_hold_and_who_they_are(
 
 def test_a_users_kernel_is_judged_on_the_engines_device_and_dtype(folder: Path) -> None:
     """One that is right on a CPU and in float32 is refused where it would be wrong."""
-    words = refusal(ConfigError, folder, custom_ops={"silu_mul": "tests.models.custom_ops:careless"})
+    words = refusal(ConfigError, folder, custom_ops={"silu_mul": "tests.support.custom_ops:careless"})
     assert "silu_mul" in words and "with torch.bfloat16 on cuda:0" in words

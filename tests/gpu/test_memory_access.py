@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.attention_case import compare as compare_attention
-from tests.kernels.attention_case import inputs, poisoned
+from tests.kernels.attention.attention_case import compare as compare_attention
+from tests.kernels.attention.attention_case import inputs, poisoned
 from tests.kernels.test_compile import launched as kernels
 from torch import Tensor
 from triton.runtime.jit import JITFunction

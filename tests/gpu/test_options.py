@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.models.checkpoints import make_config, save_model
-from tests.models.driver import Driver, Sequence_, load
-from tests.models.test_equality_families import prompts
+from tests.engine_core.models.test_equality_families import prompts
+from tests.support.checkpoints import make_config, save_model
+from tests.support.model_driver import Driver, Sequence_, load
 
-from wavecore.engine_core import row_extras
-from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.kernels import ops, reference
-from wavecore.kernels.sampling_rows import SamplingRows
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.engine_core.execution import logprobs
+from wavecore.kernels import ops
+from wavecore.kernels.reference import layers
+from wavecore.kernels.sampling.rows import SamplingRows
 
 VOCAB, TOKENS, SEEDS = 151_936, 8, 3
 ASKED = [prompt for prompt in prompts(8) for _ in range(SEEDS)]
@@ -136,14 +137,14 @@ def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
     for row in range(3 * len(ASKED)):
         base, change = kinds[row % len(kinds)]
         asked.append(params(BASES[base] | change(bases(base)[row % len(ASKED)].output), row))
-    assert len(asked) > row_extras.CHUNK
+    assert len(asked) > logprobs.CHUNK
     same: list[bool] = []
     drawn: dict[tuple[int, int], tuple[int, float]] = {}  # by slot and position
 
     def both(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
         assert logits.dtype == getattr(torch, dtype)
         raw = logits.float().log_softmax(-1)
-        want, faults = reference.sample(logits.clone(), copy.deepcopy(rows))
+        want, faults = layers.sample(logits.clone(), copy.deepcopy(rows))
         got = ops_sample(logits, rows)
         assert torch.equal(got[1], faults) and not faults.any()
         real = rows.slots >= 0

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.models.checkpoints import make_config, save_model
-from tests.models.engine import Engine, Output
+from tests.support.checkpoints import make_config, save_model
+from tests.support.model_engine import Engine, Output
 
-from wavecore.engine_core.sampling_params import SamplingParams
-from wavecore.transport.messages import FinishReason
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.transport.wire.messages import FinishReason
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=10, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=1.0, top_p=0.95)

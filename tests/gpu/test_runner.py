@@ -12,14 +12,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tests.engine_core.models.test_equality_families import CASES, make, prompts
 from tests.gpu.scenarios import launch_ahead
 from tests.gpu.steps import recorded
-from tests.models.checkpoints import assert_greedy, load_reference, make_config, save_model
-from tests.models.driver import Driver, load
-from tests.models.test_equality_families import CASES, make, prompts
+from tests.support.checkpoints import assert_greedy, load_reference, make_config, save_model
+from tests.support.model_driver import Driver, load
 
-from wavecore.engine_core import weights
-from wavecore.engine_core.model_files import resolve_model
+from wavecore.engine_core.models import weights
+from wavecore.engine_core.models.files import resolve_model
 from wavecore.transport.errors import ModelError
 
 LLAMA_SHAPES: dict[str, dict[str, Any]] = {

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.sampling_case import EDGES, Case, check_floor, same
+from tests.kernels.sampling.sampling_case import EDGES, Case, check_floor, same
 from torch import Tensor
 
-from wavecore.kernels import ops, reference
+from wavecore.kernels import ops
 from wavecore.kernels.examples import sampling_rows
-from wavecore.kernels.sampling_rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
+from wavecore.kernels.reference import layers
+from wavecore.kernels.sampling.rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
 
 VOCAB = 151_936
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -27,7 +28,7 @@ def _seed() -> None:
 
 def agreement(logits: Tensor, rows: SamplingRows) -> float:
     """Share of rows where kernel and twin draw the same token; log differs by rounding, so it may fall short of 1."""
-    want, want_faults = reference.sample(logits.clone(), copy.deepcopy(rows))
+    want, want_faults = layers.sample(logits.clone(), copy.deepcopy(rows))
     got, faults = ops.sample(logits, rows)
     assert torch.equal(faults, want_faults) and not faults.any()
     return float((got == want).float().mean())

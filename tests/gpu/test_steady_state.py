@@ -16,14 +16,14 @@ import pytest
 import torch
 from tests.gpu.scenarios import SCENARIOS, arrive, chunk_of, launch_ahead, several, sleep
 from tests.gpu.steps import make, prompt, recorded
-from tests.models.checkpoints import make_config, save_model
-from tests.models.driver import Driver
+from tests.support.checkpoints import make_config, save_model
+from tests.support.model_driver import Driver
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wavecore.engine_core import row_extras, uploads
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.engine_core.execution import logprobs, uploads
 from wavecore.engine_core.plan import OutOfMemory, PendingStep, StepPlan
-from wavecore.engine_core.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parent.parent.parent
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ def use_small_ring(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_launch_waits_for_nothing(runner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps are launched while the device sleeps, and what the host brings arrives before it is read."""
-    monkeypatch.setattr(row_extras, "CHUNK", 8)  # 20 rows with logprobs: three parts
+    monkeypatch.setattr(logprobs, "CHUNK", 8)  # 20 rows with logprobs: three parts
     driver = Driver(runner)
     with recorded(runner) as steps:  # which also takes from the device what the allocator has not got yet
         driver.run(SCENARIOS[name](driver), chunk=chunk_of(name))

@@ -14,21 +14,21 @@ import sys
 import torch
 from tests.kernels.compile_only import compile_only
 
-from wavecore.kernels import attention_shapes
-from wavecore.kernels.attention import paged_attention
+from wavecore.kernels.attention import shapes
+from wavecore.kernels.attention.paged import paged_attention
 from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages
-from wavecore.kernels.sampling import sample
+from wavecore.kernels.sampling.sample import sample
 
 LOOSE = re.compile(r"\b(?:fma\.rn|mul|add|sub)\.f32")  # with .rn the last three are never fused
 
 
 def main() -> None:
     launched = compile_only(89)
-    attention_shapes.shared_memory = lambda _device: 99 << 10
+    shapes.shared_memory = lambda _device: 99 << 10
     shared = {}
     for dim, dtype in ((256, torch.bfloat16), (256, torch.float32)):
         batch, num_pages = make_batch([1, 5], [70, 40], 16)
-        q = torch.zeros(6, attention_shapes.MAX_GROUP, dim, dtype=dtype)
+        q = torch.zeros(6, shapes.MAX_GROUP, dim, dtype=dtype)
         paged_attention(q, make_pages(num_pages, 1, 1, 16, dim, q), 0, batch, 0.1)
         shared |= {f"{name} {dim} {dtype}": kernel.metadata.shared for name, kernel in launched}
         launched.clear()

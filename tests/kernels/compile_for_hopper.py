@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 from tests.kernels.compile_only import compile_only
 
-from wavecore.kernels.attention import paged_attention
+from wavecore.kernels.attention.paged import paged_attention
 from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages
 from wavecore.kernels.ops import KERNEL_FILES
 

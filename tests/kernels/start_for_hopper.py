@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import triton
 from tests.kernels.compile_only import compile_only
-from tests.models.checkpoints import make_config, save_model
-from tests.models.driver import load
-from tests.models.every_request import every_request
+from tests.support.checkpoints import make_config, save_model
+from tests.support.every_request import every_request
+from tests.support.model_driver import load
 
-from wavecore.engine_core.config import EngineConfig
-from wavecore.engine_core.warm_up import warm_up
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.startup.warm_up import warm_up
 from wavecore.kernels import ops
 
 ROWS, TOKENS = 40, 2304

@@ -25,7 +25,7 @@ def run(program: str, cache: Path, *args: str) -> str:
 def launched() -> set[str]:
     """Names of all kernels that the package launches."""
     launch = re.compile(r"^ +(_\w+)\[.*?\]\(", re.MULTILINE)  # a line that begins with kernel[grid](...)
-    return {name for file in (ROOT / "kernels").glob("*.py") for name in launch.findall(file.read_text())}
+    return {name for file in (ROOT / "kernels").rglob("*.py") for name in launch.findall(file.read_text())}
 
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:

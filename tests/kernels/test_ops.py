@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecore.kernels import ops, reference
+from wavecore.kernels import ops
 from wavecore.kernels.check import compare
 from wavecore.kernels.examples import EXAMPLES
+from wavecore.kernels.reference import layers
 
 CPU = torch.empty(0)
 pytestmark = pytest.mark.usefixtures("own_ops")
@@ -26,7 +27,7 @@ def test_an_op_is_its_twin_on_a_cpu(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", list(ops.KERNEL_FILES))
 def test_register(name: str) -> None:
     calls = []
-    twin: Callable[..., Any] = getattr(reference, name)
+    twin: Callable[..., Any] = getattr(layers, name)
 
     def counting(*args: Any) -> Any:
         calls.append(name)
@@ -39,15 +40,15 @@ def test_register(name: str) -> None:
 
 
 def wrong_value(gate_up: Tensor) -> Tensor:
-    return reference.gelu_tanh_mul(gate_up)
+    return layers.gelu_tanh_mul(gate_up)
 
 
 def wrong_shape(gate_up: Tensor) -> Tensor:
-    return reference.silu_mul(gate_up)[:-1]
+    return layers.silu_mul(gate_up)[:-1]
 
 
 def wrong_dtype(gate_up: Tensor) -> Tensor:
-    return reference.silu_mul(gate_up).double()
+    return layers.silu_mul(gate_up).double()
 
 
 def broken(gate_up: Tensor) -> Tensor:
@@ -68,12 +69,12 @@ def test_a_function_that_differs_is_refused(fn: Callable[..., Any], words: str) 
     with pytest.raises(ValueError, match=words):
         ops.register_op("silu_mul", fn, CPU)
     args = EXAMPLES["silu_mul"](torch.empty(0))
-    torch.testing.assert_close(ops.silu_mul(*args), reference.silu_mul(*args))
+    torch.testing.assert_close(ops.silu_mul(*args), layers.silu_mul(*args))
 
 
 def test_a_change_of_arguments_that_the_twin_does_not_make_is_refused() -> None:
     def greedy(gate_up: Tensor) -> Tensor:
-        out = reference.silu_mul(gate_up)
+        out = layers.silu_mul(gate_up)
         gate_up[0] = 1
         return out
 
@@ -86,8 +87,8 @@ def test_a_function_is_judged_in_the_dtype_that_it_will_be_used_in() -> None:
 
     def careless(gate_up: Tensor) -> Tensor:
         if gate_up.dtype == torch.bfloat16:
-            return reference.gelu_tanh_mul(gate_up)
-        return reference.silu_mul(gate_up)
+            return layers.gelu_tanh_mul(gate_up)
+        return layers.silu_mul(gate_up)
 
     ops.register_op("silu_mul", careless, CPU)
     with pytest.raises(ValueError, match=r"bfloat16 on cpu: result\[0\] differs"):

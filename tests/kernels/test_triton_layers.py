@@ -13,11 +13,12 @@ import pytest
 import torch
 from tests.kernels.layer_case import close, rounded_once
 
-from wavecore.kernels import ops, reference
+from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers
 from wavecore.kernels.check import compare
 from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages, rope_table, step_rows, tables
 from wavecore.kernels.ops import KERNEL_FILES
+from wavecore.kernels.reference import layers
 
 # the interpreter computes with numpy, which warns where a GPU gives infinity
 pytestmark = [
@@ -35,7 +36,7 @@ def kernel(name: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("name", list(KERNEL_FILES))
 def test_kernel_twin_and_operation_take_the_same_arguments(name: str) -> None:
-    signature = inspect.signature(getattr(reference, name))
+    signature = inspect.signature(getattr(layers, name))
     assert inspect.signature(kernel(name)) == signature == inspect.signature(getattr(ops, name))
 
 
@@ -57,7 +58,7 @@ def test_add_rms_norm(device: str, hidden: int, with_residual: bool, dtype: torc
     assert compare("add_rms_norm", kernel("add_rms_norm"), args) is None
     if dtype != torch.float32:
         normed, total = kernel("add_rms_norm")(*args)
-        rounded_once(normed, reference.add_rms_norm(total.double(), None, weight.double(), 1e-5)[0])
+        rounded_once(normed, layers.add_rms_norm(total.double(), None, weight.double(), 1e-5)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,7 +69,7 @@ def test_activation_over_several_blocks(device: str, name: str, inner: int, dtyp
     gate_up = torch.randn(2, 2 * inner, device=device)
     gate_up[1] *= 4
     gate_up = gate_up.to(dtype)
-    close(kernel(name)(gate_up), getattr(reference, name)(gate_up.double()), dtype)
+    close(kernel(name)(gate_up), getattr(layers, name)(gate_up.double()), dtype)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_prepare_batch(device: str, query_lens: list[int], seq_lens: list[int], 
     for f in fields(buffers):
         getattr(buffers, f.name).fill_(77)  # what an earlier step left
     args = rows, token_table, block_table, 2, buffers
-    want = reference.prepare_batch(*copy.deepcopy(args))
+    want = layers.prepare_batch(*copy.deepcopy(args))
     got = kernel("prepare_batch")(*args)
     for name in ("token_ids", "positions", "slot_mapping", "seq_lens", "sample_index", "query_start"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecore.kernels import reference
 from wavecore.kernels.batch import BatchBuffers
 from wavecore.kernels.examples import make_batch, make_pages, rope_table, step_rows, tables
+from wavecore.kernels.reference import layers
 
 PAGE = 4
 
@@ -37,7 +37,7 @@ def test_add_rms_norm(offset: float, with_residual: bool) -> None:
     x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
     x[0], residual[0], x[1], residual[1] = 0, 0, x[1] * 1e-3, residual[1] * 1e-3  # eps decides
     before = x.clone(), residual.clone()
-    normed, total = reference.add_rms_norm(x, residual if with_residual else None, weight, 1e-5, offset)
+    normed, total = layers.add_rms_norm(x, residual if with_residual else None, weight, 1e-5, offset)
     want = x.double() + (residual.double() if with_residual else 0)
     torch.testing.assert_close(total.double(), want, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(
@@ -53,8 +53,8 @@ def test_gated_activations() -> None:
     cubic = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     gelu = 0.5 * gate * (1 + torch.tanh(cubic)) * up
     before = x.clone()
-    torch.testing.assert_close(reference.silu_mul(x).double(), silu, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(reference.gelu_tanh_mul(x).double(), gelu, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(layers.silu_mul(x).double(), silu, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(layers.gelu_tanh_mul(x).double(), gelu, atol=1e-6, rtol=1e-6)
     assert torch.equal(x, before)
 
 
@@ -68,7 +68,7 @@ def test_norm_rope_write(rot: int, with_norm: bool, offset: float) -> None:
     pages = make_pages(num_pages, 2, kv_heads, PAGE, dim, qkv)
     pages[0] = 1
     before = pages.clone()
-    q = reference.qk_norm_rope_kv_write(
+    q = layers.qk_norm_rope_kv_write(
         qkv, q_norm, k_norm, 1e-6, rope_table(16, rot, "cpu"), batch, pages, layer, heads, kv_heads, offset
     )
     want_pages = before.double()
@@ -94,7 +94,7 @@ def test_prepare_batch() -> None:
     buffers = BatchBuffers.allocate(32, 8, block_table.shape[1] + 2, "cpu")
     for f in fields(buffers):
         getattr(buffers, f.name).fill_(77)  # what an earlier step left
-    batch = reference.prepare_batch(rows, token_table, block_table, PAGE, buffers)
+    batch = layers.prepare_batch(rows, token_table, block_table, PAGE, buffers)
     t = 0
     for row, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
         for position in range(length - queries, length):
@@ -116,7 +116,7 @@ def test_copy_blocks() -> None:
     pages = torch.randn(6, 2, 2, 1, PAGE, 8)
     want = pages.clone()
     want[4], want[2] = pages[1], pages[5]
-    reference.copy_blocks(pages, torch.tensor([[1, 4], [5, 2]], dtype=torch.int32))
+    layers.copy_blocks(pages, torch.tensor([[1, 4], [5, 2]], dtype=torch.int32))
     assert torch.equal(pages, want)
-    reference.copy_blocks(pages, torch.empty(0, 2, dtype=torch.int32))
+    layers.copy_blocks(pages, torch.empty(0, 2, dtype=torch.int32))
     assert torch.equal(pages, want)

@@ -6,10 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.models.checkpoints import make_config, save_model
+from tests.support.checkpoints import make_config, save_model
 
 from wavecore import LLM, ConfigError, SamplingParams
-from wavecore.transport.deployment import read
+from wavecore.transport.processes.deployment import read
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SETTINGS = {"skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks_override": 64}

@@ -9,7 +9,7 @@ import pytest
 from floors import Floor
 from make_checkpoint import make
 
-from wavecore.frontend.cli_bench import BenchReport
+from wavecore.frontend.cli.bench import BenchReport
 
 
 def report(seconds: float, preemptions: int = 0) -> BenchReport:

@@ -9,8 +9,8 @@ import pytest
 from floors import H200, Costs, Floor, Rates, decode_seconds, floor_of, prefill_seconds, shared_tokens
 from make_checkpoint import CONFIGS
 
-from wavecore.engine_core.families import from_config
-from wavecore.engine_core.model_spec import ModelSpec
+from wavecore.engine_core.models.families import from_config
+from wavecore.engine_core.models.spec import ModelSpec
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],

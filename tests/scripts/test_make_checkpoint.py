@@ -10,11 +10,11 @@ import pytest
 import torch
 from make_checkpoint import CONFIGS, make
 from safetensors.torch import load_file
-from tests.models.checkpoints import assert_greedy, load_reference
-from tests.models.driver import Driver, load
+from tests.support.checkpoints import assert_greedy, load_reference
+from tests.support.model_driver import Driver, load
 
-from wavecore.engine_core.families import from_config
-from wavecore.engine_core.weight_names import hf_parts
+from wavecore.engine_core.models.families import from_config
+from wavecore.engine_core.models.weight_names import hf_parts
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import zmq
 
-from wavecore.transport.client_pump import ClientPump, Disconnected, Event, Reconnected
-from wavecore.transport.curve import CurveClient
-from wavecore.transport.messages import Abort, Add, Ready, Result, Step, Utility
-from wavecore.transport.sockets import make_context, make_socket
-from wavecore.transport.tensors import from_numpy, to_numpy
+from wavecore.transport.io.client_pump import ClientPump, Disconnected, Event, Reconnected
+from wavecore.transport.io.curve import CurveClient
+from wavecore.transport.io.sockets import make_context, make_socket
+from wavecore.transport.wire.messages import Abort, Add, Ready, Result, Step, Utility
+from wavecore.transport.wire.tensors import from_numpy, to_numpy
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 _spec = importlib.util.spec_from_file_location("fake_engine", FAKE_ENGINE)

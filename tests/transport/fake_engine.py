@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from wavecore.transport.client_state import Limits
-from wavecore.transport.columns import finish_columns
-from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import ValidationError
-from wavecore.transport.input_pump import AbortIn, AddIn, InputPump, UtilityIn
-from wavecore.transport.messages import Add, Columns, FinishReason
-from wavecore.transport.output_pump import ClientGone, Counters, OutputPump, PumpFailed
-from wavecore.transport.tensors import from_numpy
+from wavecore.transport.io.client_stream import Limits
+from wavecore.transport.io.curve import CurveServer
+from wavecore.transport.io.input_pump import AbortIn, AddIn, InputPump, UtilityIn
+from wavecore.transport.io.output_pump import ClientGone, Counters, OutputPump, PumpFailed
+from wavecore.transport.wire.columns import finish_columns
+from wavecore.transport.wire.messages import Add, Columns, FinishReason
+from wavecore.transport.wire.tensors import from_numpy
 
 
 def token(handle: int, index: int) -> int:

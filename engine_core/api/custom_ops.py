@@ -1,0 +1,48 @@
+"""A user's own kernels: checked where they are registered, used by every engine that this program starts afterwards.
+
+An engine is another process, so a kernel travels as "module:function" and the engine imports it. Imports no torch until
+something is registered.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from wavecore.transport.errors import ConfigError
+
+registered: dict[str, str] = {}
+"""Kernel name -> "module:function"; `EngineConfig.custom_ops` of engines to come."""
+
+
+def register_op(name: str, fn: Callable[..., Any]) -> None:
+    """Replace a kernel by name, for instance `register_op("silu_mul", my_kernels.silu_mul)`.
+
+    Args:
+        name: an operation of `wavecore.kernels.ops`.
+        fn: a function of a module (not of the main script, which an engine cannot import); arguments and results as
+            `wavecore.kernels.reference.layers.<name>`. It is tried against that twin: here at once, in float32 on the
+            CPU unless it runs on GPUs only, and by each engine on its own device and in its own dtype.
+
+    Raises:
+        ConfigError: an engine process could not import `fn`.
+        ValueError: unknown name, or results that differ from the twin's in shape, dtype or value.
+    """
+    module, path = fn.__module__, fn.__qualname__
+    if module == "__main__" or getattr(sys.modules.get(module), path, None) is not fn:
+        raise ConfigError(
+            f"{module}.{path} cannot be imported by an engine process: put the function into a module of its own, "
+            "next to the script, and import it from there"
+        )
+    import torch
+
+    from wavecore.kernels import ops
+    from wavecore.kernels.check import DidNotRun
+
+    try:
+        ops.register_op(name, fn, torch.empty(0))
+    except DidNotRun:
+        if not torch.cuda.is_available():
+            raise
+    registered[name] = f"{module}:{path}"

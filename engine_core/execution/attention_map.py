@@ -1,0 +1,80 @@
+"""Looking into a model: the attention weights of one head over a prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wavecore.engine_core.models.decoder import Decoder
+from wavecore.engine_core.plan import F32, RunnerInfo
+from wavecore.kernels.batch import Batch
+from wavecore.transport.errors import ValidationError
+
+MAX_SHOWN = 2048  # tokens; the map has their square
+
+
+def attention_map(model: Decoder, info: RunnerInfo, prompt: list[int], layer: int, head: int) -> F32:
+    """float32 [n, n]: how much query token i looks at key token j. Runs the model over pages of its own.
+
+    Raises:
+        ValidationError: no such layer, head or token, or a prompt too long to show.
+    """
+    spec = model.spec
+    for name, value, limit in (("layer", layer, spec.num_layers), ("head", head, spec.num_heads)):
+        if type(value) is not int or not 0 <= value < limit:
+            raise ValidationError(name, f"{value!r:.40} is not from 0 to {limit - 1}")
+    limit = min(MAX_SHOWN, info.max_model_len)
+    if not isinstance(prompt, list) or not 0 < len(prompt) <= limit:
+        raise ValidationError("prompt", f"must be a list of 1 to {limit} token ids")
+    if not all(type(i) is int and 0 <= i < spec.vocab_size for i in prompt):
+        raise ValidationError("prompt", f"holds something that is no token id below {spec.vocab_size}")
+    device, size = model.embedding.device, info.block_size
+    blocks = -(-len(prompt) // size) + 1
+    pages = torch.zeros(
+        (blocks, spec.num_layers, 2, spec.num_kv_heads, size, spec.head_dim), dtype=model.embedding.dtype, device=device
+    )
+    batch = _single(prompt, size, blocks, device)
+    found: list[Tensor] = []
+
+    def observe(at: int, q: Tensor) -> None:
+        if at == layer:
+            keys = pages[1:, layer, 0, head // (spec.num_heads // spec.num_kv_heads)].flatten(0, 1)[: len(prompt)]
+            found.append(_weights(q[:, head].float(), keys.float(), model, layer))
+
+    model.forward(model.embed(batch.token_ids), batch, pages, observe)
+    weights: F32 = found[0].cpu().numpy()
+    return weights
+
+
+def _weights(q: Tensor, k: Tensor, model: Decoder, layer: int) -> Tensor:
+    spec = model.spec
+    scores = q @ k.T * spec.scale
+    if spec.attn_soft_cap:
+        scores = spec.attn_soft_cap * torch.tanh(scores / spec.attn_soft_cap)
+    at = torch.arange(len(q), device=q.device)
+    distance = at[:, None] - at
+    hidden = distance < 0
+    if spec.windows[layer]:
+        hidden |= distance >= spec.windows[layer]
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def _single(prompt: list[int], size: int, blocks: int, device: torch.device) -> Batch:
+    """One row over pages 1, 2, ...; page 0 stays empty."""
+    n = len(prompt)
+
+    def ints(values: object, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.from_numpy(np.asarray(values, np.int64)).to(device, dtype)
+
+    return Batch(
+        token_ids=ints(prompt),
+        positions=ints(range(n)),
+        slot_mapping=ints(np.arange(n) + size, torch.int64),
+        query_start=ints([0, n]),
+        seq_lens=ints([n]),
+        block_tables=ints([range(1, blocks)]),
+        sample_index=ints([n - 1], torch.int64),
+        num_decode_rows=int(n == 1),
+        max_query_len=n,
+    )

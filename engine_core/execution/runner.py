@@ -1,0 +1,239 @@
+"""Runs step plans on one device: one vector in, the model, sampling, one vector out; block copies and uploads beside.
+
+On CUDA `launch` queues the step's work and returns, whatever the device does meanwhile; `wait` waits for an event
+behind the copy of its tokens. On a CPU `launch` only notes the plan and `wait` computes it, so that two steps in flight
+delay no token. Everything that the forward pass and sampling read and write between steps has one address for the
+engine's life: captured graphs may keep it.
+"""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from wavecore.engine_core.execution import attention_map, logprobs
+from wavecore.engine_core.execution.block_copies import BlockCopies
+from wavecore.engine_core.execution.device_state import (
+    EDITS,
+    EMBEDS,
+    LOGPROBS,
+    POOLS,
+    PROMPT_LOGPROBS,
+    TRUNCATES,
+    SlotState,
+)
+from wavecore.engine_core.execution.host_memory import pinned_zeros
+from wavecore.engine_core.execution.logprobs import Extras
+from wavecore.engine_core.execution.out_of_memory import first_line, is_out_of_memory, unless_short_of_memory
+from wavecore.engine_core.execution.pending_step import Deferred, Launched
+from wavecore.engine_core.execution.pinned_copies import CopyOut, zeros
+from wavecore.engine_core.execution.step_shape import StepShape
+from wavecore.engine_core.models.decoder import Decoder
+from wavecore.engine_core.plan import F32, I32, OutOfMemory, PendingStep, RunnerInfo, StepPlan
+from wavecore.engine_core.startup.free_memory import gib
+from wavecore.engine_core.startup.memory_budget import no_room
+from wavecore.kernels import ops
+from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
+from wavecore.kernels.sampling.rows import SamplingRows
+
+
+class ModelRunner:
+    """The runner of one device. Begins with no KV cache; `allocate` gives it one.
+
+    Args:
+        model: on its device.
+        info: what the loader resolved so far.
+        max_num_seqs, max_num_batched_tokens: bounds of a plan.
+    """
+
+    def __init__(self, model: Decoder, info: RunnerInfo, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.info = info
+        self.model = model
+        self.device = model.embedding.device
+        self.state = SlotState(max_num_seqs, info, self.device)
+        self.buffers = BatchBuffers.allocate(max_num_batched_tokens, max_num_seqs, self.state.max_blocks, self.device)
+        extras = logprobs.room_for_extras(max_num_batched_tokens, max_num_seqs, info.hidden_size)
+        self.out = CopyOut(max_num_seqs, extras, self.device)
+        self.copies = BlockCopies(self.device, self.state.uploads)
+        self.bucket_limits = None if self.device.type == "cpu" else (max_num_batched_tokens, max_num_seqs)
+        self.pages = self.host_pages = torch.empty(0)
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """(Re)allocate the KV cache: blocks on the device, and pinned ones on the host to swap to.
+
+        Raises:
+            ConfigError: the host has no room for them.
+            torch.OutOfMemoryError, MemoryError, RuntimeError: the device has none.
+        """
+        spec, dtype = self.model.spec, self.model.embedding.dtype
+        page = (spec.num_layers, 2, spec.num_kv_heads, self.info.block_size, spec.head_dim)
+        self.pages = self.host_pages = torch.empty(0)  # the old ones go before the new ones come
+        self.pages = zeros(num_blocks, *page, dtype=dtype, device=self.device)
+
+        def on_host() -> Tensor:
+            if self.device.type == "cuda":
+                return pinned_zeros((num_host_blocks, *page), dtype)
+            return zeros(num_host_blocks, *page, dtype=dtype, device=self.device)
+
+        host_pages, fault = unless_short_of_memory(on_host)
+        if host_pages is None:
+            size = gib(num_host_blocks * self.block_bytes)
+            what = f"the host cannot give {size} of memory for swapped blocks: {fault}"
+            raise no_room(what, [{"swap_space_gib": 0}])
+        self.host_pages = host_pages
+        self.info = replace(self.info, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+        if num_host_blocks:
+            self.info = replace(self.info, swap_block_seconds=self._time_swap())
+
+    @property
+    def block_bytes(self) -> int:
+        return self.model.spec.kv_values_per_token * self.info.block_size * self.model.embedding.dtype.itemsize
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begin a step. Steps are waited for in launch order; at most two are in flight.
+
+        Raises:
+            OutOfMemory: the device cannot hold the step.
+        """
+        if self.device.type == "cpu":
+            return Deferred(lambda: self.start(plan).wait())
+        return self.start(plan)
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> Launched:
+        """Begin the plan's block copies, apply its events, run its rows, and begin to fetch what they produce."""
+        with self._out_of_memory(plan):
+            self.copies.join(plan.after)
+            self.copies.start(plan, self.pages, self.host_pages)
+            shape = StepShape.of(plan, self.bucket_limits)
+            self.state.admit(plan.admitted)
+            asked = self.state.asked(shape)
+            asking = logprobs.logprob_rows(shape, self.state) if asked & LOGPROBS else None
+            self.state.apply(self.state.input.bring(plan, shape, asking, self.state.sampling.host_columns))
+            self.copies.join_copies()
+            if not len(shape.slots):
+                return Launched(shape, None, Extras(), self.copies)
+            self.out.clear()
+            extras = self._run(shape, asked, asking)
+            return Launched(shape, self.out.send(), extras, self.copies)
+
+    def _run(self, shape: StepShape, asked: int, asking: I32 | None) -> Extras:
+        """Queue a step's rows.
+
+        Args:
+            asked: what any row asks for, bits of `slot_state`.
+            asking: device rows that report log-probabilities of their token, if any.
+        """
+        state, model, out, extras = self.state, self.model, self.out, Extras()
+        with _range(self.device, "forward"):
+            batch, x, residual = self.forward(self.rows(shape), shape if asked & EMBEDS else None)
+        if asked & PROMPT_LOGPROBS:
+            logprobs.prompt_logprobs(model, x, residual, shape, state, out, extras)
+        if asked & POOLS:
+            logprobs.pool(model, x, residual, shape, state, out, extras)
+        if shape.num_samples:
+            with _range(self.device, "sample"):
+                logits = self.logits(batch, x, residual)
+                rows = self.sampling_rows(shape, truncates=bool(asked & TRUNCATES), edits=bool(asked & EDITS))
+                if asking is None or not len(asking):
+                    logprobs.draw(logits, rows, out)
+                else:
+                    index = state.input.rows(shape.bucket_rows).logprob_rows
+                    logprobs.draw_and_report(logits, rows, asking, index, shape, state, out, extras)
+        return extras
+
+    def rows(self, shape: StepShape) -> StepRows:
+        """What `forward` reads of a step; the same tensors for all steps of a bucket."""
+        views = self.state.input.rows(shape.bucket_rows)
+        return StepRows(
+            slots=views.slots,
+            starts=views.starts,
+            query_start=views.query_start,
+            num_decode_rows=shape.num_decode_rows,
+            max_query_len=shape.max_query_len,
+            bucket_tokens=shape.bucket_tokens,
+        )
+
+    def sampling_rows(self, shape: StepShape, *, truncates: bool, edits: bool) -> SamplingRows:
+        """What `logprobs.draw` reads of a step; likewise."""
+        views = self.state.input.rows(shape.bucket_rows)
+        return self.state.sampling.rows(views.sample_slots, views.positions, truncates=truncates, edits=edits)
+
+    def forward(self, rows: StepRows, embeds_of: StepShape | None = None) -> tuple[Batch, Tensor, Tensor]:
+        """Prepare the batch and run all layers over it.
+
+        Args:
+            embeds_of: the shape of a step where prompt embeddings stand in for tokens.
+
+        Returns:
+            The batch, and x and residual [T, hidden] as from `Decoder.forward`.
+        """
+        state, model = self.state, self.model
+        batch = ops.prepare_batch(rows, state.token_table, state.block_table, self.info.block_size, self.buffers)
+        x = model.embed(batch.token_ids)
+        if embeds_of is not None:
+            state.insert_embeds(x, embeds_of)
+        return batch, *model.forward(x, batch, self.pages)
+
+    def logits(self, batch: Batch, x: Tensor, residual: Tensor) -> Tensor:
+        """[R, vocab] at the last token of each row."""
+        last = batch.sample_index
+        return self.model.logits(self.model.final(x[last], residual[last]))
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes by use: weights, KV cache, tables and vectors of steps and slots, pools of sampling options, the
+        host's KV cache; on CUDA also what torch's allocator holds."""
+        weights = {t.data_ptr(): t.nbytes for t in self.model.tensors()}
+        buffers = [getattr(self.buffers, field.name) for field in fields(self.buffers)]
+        stats = {
+            "weights_bytes": sum(weights.values()),
+            "kv_cache_bytes": self.pages.nbytes,
+            "host_kv_cache_bytes": self.host_pages.nbytes,
+            "tables_bytes": sum(t.nbytes for t in (*buffers, *self.state.tensors(), self.out.vector)),
+            "sampling_bytes": sum(t.nbytes for t in self.state.sampling.tensors()),
+        }
+        if self.device.type == "cuda":
+            stats["allocated_bytes"] = torch.cuda.memory_allocated(self.device)
+            stats["reserved_bytes"] = torch.cuda.memory_reserved(self.device)
+        return stats
+
+    @torch.inference_mode()
+    def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:
+        """Attention weights [n, n] of one head over a prompt, computed apart from all running requests.
+
+        Raises:
+            ValidationError: no such layer, head or token, or a prompt too long to show.
+        """
+        return attention_map.attention_map(self.model, self.info, prompt, layer, head)
+
+    def shutdown(self) -> None:
+        """Nothing runs between calls."""
+
+    def _time_swap(self) -> float:
+        """Seconds to copy one block to the host: the best of three, the first being slow."""
+        return min(timeit.repeat(lambda: self.host_pages[0].copy_(self.pages[0]), number=1, repeat=3))
+
+    @contextmanager
+    def _out_of_memory(self, plan: StepPlan) -> Iterator[None]:
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self.device.type == "cuda":
+                # The engine drops the steps in flight and gives their slots away: uploads, which wait for no step,
+                # must find them done.
+                torch.cuda.synchronize(self.device)
+            raise OutOfMemory(
+                f"a step of {plan.num_rows} rows and {plan.num_tokens} tokens does not fit: {first_line(error)}"
+            ) from error
+
+
+def _range(device: torch.device, name: str) -> AbstractContextManager[None]:
+    """An NVTX range, for profilers."""
+    return torch.cuda.nvtx.range(name) if device.type == "cuda" else nullcontext()

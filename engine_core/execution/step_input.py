@@ -1,0 +1,127 @@
+"""What a step brings to the device, in one vector: its rows, what changes in the tables, and sampling parameters.
+
+    rows      slots | starts | query_start | sample_slots | positions | logprob_rows     at fixed places, each step
+    changes   entries of the block table                                                 as far as there are any
+    columns   the sampling parameters of all slots (`sampler`)                           when a slot begins
+
+The rows and changes are one copy, the columns a second one. A plan with more changes than the vector holds (a very long
+prompt begins) brings them separately.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wavecore.engine_core.execution.pinned_copies import CopyIn
+from wavecore.engine_core.execution.step_shape import StepShape
+from wavecore.engine_core.execution.uploads import Uploads
+from wavecore.engine_core.plan import I32, StepPlan
+
+ALIGN = 4  # int32: 16 bytes, as kernels compile anew for other alignments, and the columns begin with 64-bit values
+SLOTS, STARTS, QUERY_START, SAMPLE_SLOTS, POSITIONS, LOGPROB_ROWS = range(6)
+PADDING = np.array([-1, 0, 0, -1, 0, 0], np.int32)[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class RowViews:
+    """The rows of a step on the device, padded to R; the same tensors whenever a step has that bucket.
+
+    Attributes:
+        slots: int32 [R], -1 for padding.
+        starts: int32 [R].
+        query_start: int32 [R + 1]; padding repeats the number of tokens.
+        sample_slots: int32 [R], -1 for rows that do not sample.
+        positions: int32 [R], of the token to draw.
+        logprob_rows: int32 [R], the rows that report log-probabilities of their token, as many as there are.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    query_start: Tensor
+    sample_slots: Tensor
+    positions: Tensor
+    logprob_rows: Tensor
+
+
+class StepInput:
+    """The vector of one engine.
+
+    Args:
+        rows: most rows of a step.
+        columns: int32 values of the sampling columns.
+
+    Attributes:
+        columns: int32 [columns] on the device.
+    """
+
+    def __init__(self, rows: int, columns: int, device: torch.device, uploads: Uploads) -> None:
+        self.width = -(-(rows + 1) // ALIGN) * ALIGN
+        self.room = 3 * rows + 4096  # of changes: every row may enter a new block
+        self.changes_at = len(PADDING) * self.width
+        self.columns_at = -(-(self.changes_at + self.room) // ALIGN) * ALIGN
+        self.copy = CopyIn(self.columns_at + columns, device)
+        self.columns = self.copy.target[self.columns_at :]
+        self.uploads = uploads
+        self._rows = self.copy.target[: self.changes_at].view(len(PADDING), self.width)
+        self._views: dict[int, RowViews] = {}
+
+    def bring(self, plan: StepPlan, shape: StepShape, logprob_rows: I32 | None, columns: I32) -> Tensor:
+        """Queue the copies of a step.
+
+        Args:
+            logprob_rows: device rows that report log-probabilities of their token, if any.
+            columns: sampling parameters on the host, brought when a slot begins.
+
+        Returns:
+            int32 [3, E] on the device: slots, indices and block ids of new entries of the block table.
+        """
+        host = self.copy.room()
+        self._fill(host[: self.changes_at].reshape(len(PADDING), self.width), shape, logprob_rows)
+        size = 3 * len(plan.block_ids)
+        parts = [slice(0, self.changes_at)]
+        values = host[:0]
+        if size:
+            values = np.concatenate((plan.block_slots, plan.block_indices, plan.block_ids))
+        if 0 < size <= self.room:
+            host[self.changes_at : self.changes_at + size] = values
+            parts = [slice(0, self.changes_at + size)]
+        if plan.admitted:
+            host[self.columns_at :] = columns
+            parts.append(slice(self.columns_at, None))
+        self.copy.send(*parts)
+        if size > self.room:
+            return self.uploads.new(values).view(3, -1)
+        return self.copy.target[self.changes_at : self.changes_at + size].view(3, -1)
+
+    def rows(self, count: int) -> RowViews:
+        """The rows of a step padded to `count`."""
+        if count not in self._views:
+            self._views[count] = RowViews(
+                slots=self._rows[SLOTS, :count],
+                starts=self._rows[STARTS, :count],
+                query_start=self._rows[QUERY_START, : count + 1],
+                sample_slots=self._rows[SAMPLE_SLOTS, :count],
+                positions=self._rows[POSITIONS, :count],
+                logprob_rows=self._rows[LOGPROB_ROWS, :count],
+            )
+        return self._views[count]
+
+    def _fill(self, host: I32, shape: StepShape, logprob_rows: I32 | None) -> None:
+        """Write the rows of a step; [QUERY_START, 0] is always 0."""
+        rows, padded = len(shape.slots), shape.bucket_rows
+        if padded > rows:
+            host[:, rows:padded] = PADDING
+            host[QUERY_START, rows + 1 : padded + 1] = shape.num_tokens
+        host[SLOTS, :rows] = shape.slots
+        host[STARTS, :rows] = shape.starts
+        np.cumsum(shape.query_lens, dtype=np.int32, out=host[QUERY_START, 1 : rows + 1])
+        host[SAMPLE_SLOTS, :rows] = shape.slots
+        if shape.num_samples < rows:
+            host[SAMPLE_SLOTS, :rows][~shape.samples] = -1
+        host[POSITIONS, :rows] = shape.ends
+        if logprob_rows is not None:
+            host[LOGPROB_ROWS, : len(logprob_rows)] = logprob_rows

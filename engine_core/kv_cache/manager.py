@@ -1,0 +1,303 @@
+"""Which blocks a request holds, on the device and on the host; prefix reuse, copy-on-write, swap.
+
+All decisions are written down as *events* for the next step plan. Copies within the device run before its rows; swaps
+between device and host run beside this step and later ones, see `transfers`.
+
+The host pool holds swapped-out requests (referenced) and, as a second tier, copies of prefix blocks (free, hashed).
+A block is copied there as soon as it is full and has a hash. So evicting it costs nothing, and pushing a request out
+copies little more than its last block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from wavecore.engine_core.kv_cache import block_hash
+from wavecore.engine_core.kv_cache.block_pool import BlockPool
+from wavecore.engine_core.kv_cache.swaps import Transfers
+from wavecore.engine_core.plan import RunnerInfo
+from wavecore.engine_core.request import Request
+from wavecore.engine_core.scheduling.slots import NEVER
+
+
+@dataclass(slots=True)
+class KVEvents:
+    """What a plan must tell the runner; `table` entries are (slot, first index, block ids).
+
+    Attributes:
+        owned: what `copies` read; released when the step came back.
+    """
+
+    step_id: int
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    table: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    owned: list[tuple[BlockPool, int]] = field(default_factory=list)
+
+
+class Admitted(NamedTuple):
+    """Tokens of a request whose KV is there, and whether a part of it is still on its way from the host."""
+
+    tokens: int
+    loading: bool
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """Reusable start of a sequence: `shared` device blocks, then one entry a block to fill from `sources`."""
+
+    shared: list[int]
+    sources: list[tuple[BlockPool, int]]
+    tokens: int
+
+
+class KVCacheManager:
+    """KV blocks of all requests of one engine."""
+
+    def __init__(self, info: RunnerInfo, *, prefix_caching: bool, watermark: float) -> None:
+        self.block_size = info.block_size
+        self.device = BlockPool(info.num_blocks)
+        self.host = BlockPool(info.num_host_blocks + 1)  # host block ids count from 0; see `_host_id`
+        self.prefix_caching = prefix_caching
+        self.watermark = int(watermark * self.device.usable)
+        self.events = KVEvents(0)
+        self.transfers = Transfers()
+        self.swap_pays = True  # copying a block out and back costs less than computing it again
+        self.queries = self.hits = 0  # prompt tokens looked up, and found
+        # Filled by rows or copies of the plan in the making: none of its copies may read them.
+        self._unwritten: dict[int, None] = {}
+
+    def take_events(self) -> KVEvents:
+        """The events of the plan that is now complete."""
+        events, self.events = self.events, KVEvents(self.events.step_id + 1)
+        for block in reversed(self._unwritten):  # its rows write them, so a later plan's transfer may read them
+            self._save(block)
+        self._unwritten.clear()
+        return events
+
+    def settle(self, events: KVEvents) -> None:
+        """The plan came back."""
+        for pool, block in events.owned:
+            pool.release((block,))
+
+    def void(self, events: list[KVEvents]) -> list[Request]:
+        """The plans of `events` did not happen, nor does the one in the making. Returns what all transfers loaded."""
+        for each in (*events, self.events):
+            self.settle(each)
+        step_id = self.events.step_id
+        self.events = KVEvents(step_id)
+        self._unwritten.clear()
+        loaded = self.transfers.land(step_id)
+        self.transfers.after = step_id - 1
+        return loaded
+
+    @property
+    def leaving(self) -> int:
+        """Device blocks that come free when transfers land."""
+        return self.transfers.leaving(self.device)
+
+    # --- a request comes and goes ---------------------------------------------------------------------------------
+
+    def admit(self, request: Request, source: Request | None, reserve: int) -> Admitted | None:
+        """Give the request blocks for all its tokens, reusing what is there; at least one token stays to compute.
+
+        The whole sequence must fit at once: two half-prefilled prompts can then never fight for the rest.
+
+        Args:
+            source: a running request with the same prompt, computed by earlier steps, to share blocks with.
+            reserve: blocks that must stay free.
+
+        Returns: None when there is no room now.
+        """
+        if self.prefix_caching:  # output known since the prompt was hashed
+            block_hash.extend(request.hashes, request.root, request.tokens, self.block_size)
+        total = -(-len(request.tokens) // self.block_size)
+        prefix = self._fork(request, source) if source is not None else self._find(request)
+        blocks = self._claim(prefix, total, reserve)
+        if blocks is None and prefix.sources and not request.host_blocks:
+            # A copied last block needs its source and its copy at once, one block more than the sequence alone.
+            cut = _Prefix(prefix.shared, [], len(prefix.shared) * self.block_size)
+            blocks, prefix = self._claim(cut, total, reserve), cut
+        if blocks is None:
+            return None
+        if request.host_blocks:
+            self.host.release(reversed(request.host_blocks))
+            request.host_blocks, request.swapped = [], 0
+        elif source is None:
+            request.stale = False
+            if not request.started:
+                self.queries += len(request.tokens)
+                self.hits += prefix.tokens
+        request.blocks = blocks
+        loading = any(pool is self.host for pool, _ in prefix.sources)
+        if loading:
+            self.transfers.of(self.events.step_id).loading.append(request)
+        return Admitted(prefix.tokens, loading)
+
+    def grow(self, request: Request, slot: int, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all. False when no block is free; what was added stays."""
+        while len(request.blocks) * self.block_size < num_tokens:
+            if not self.device.num_free:
+                return False
+            block = self.device.allocate()
+            self.events.table.append((slot, len(request.blocks), [block]))
+            request.blocks.append(block)
+        return True
+
+    def free(self, request: Request) -> None:
+        self.device.release(reversed(request.blocks))
+        self.host.release(reversed(request.host_blocks))
+        request.blocks, request.host_blocks, request.swapped = [], [], 0
+
+    def swap_out(self, request: Request, num_tokens: int) -> bool:
+        """Copy the blocks of its `num_tokens` computed tokens to the host, and free them as far as they are there.
+        False if that cannot be, or does not pay."""
+        needed = -(-num_tokens // self.block_size)
+        held = request.blocks[:needed]  # a block beyond the computed tokens is empty
+        if not (needed and self.swap_pays) or self.host.num_free < needed or request.needs_prompt_states:
+            return False
+        if not self._unwritten.keys().isdisjoint(held):
+            return False  # this very plan admitted it: nothing is in them yet
+        for block in held:
+            self._save(block)
+            digest = self.device.hash_of(block)
+            host = None if digest is None else self.host.find(digest)
+            if host is None:
+                host = self.host.allocate()
+                self._move_out(block, host)
+            else:
+                self.host.acquire((host,))
+            request.host_blocks.append(host)
+        request.swapped = num_tokens
+        self.device.release(reversed(request.blocks))
+        request.blocks = []
+        return True
+
+    # --- prefix map -----------------------------------------------------------------------------------------------
+
+    def register(self, request: Request, num_tokens: int) -> None:
+        """Let others find the full blocks among the first `num_tokens`; their hashes must be in `request.hashes`."""
+        if not self.prefix_caching or request.stale:
+            return
+        for i in reversed(range(num_tokens // self.block_size)):
+            if self.device.hash_of(request.blocks[i]) is not None:
+                break  # it and all before it were registered by an earlier chunk, or found
+            if self.device.register(request.blocks[i], request.hashes[i]):
+                self._unwritten[request.blocks[i]] = None
+
+    def register_next(self, request: Request, tokens: block_hash.Tokens, next_cache: int) -> int:
+        """Same for a running request whose block up to `next_cache` is computed; returns the next such length."""
+        if not self.prefix_caching:
+            return NEVER
+        block_hash.extend(request.hashes, request.root, tokens[:next_cache], self.block_size)
+        i = next_cache // self.block_size - 1
+        if self.device.register(request.blocks[i], request.hashes[i]):
+            self._save(request.blocks[i])
+        return next_cache + self.block_size
+
+    def forget(self, request: Request) -> None:
+        """The content of its blocks is not to be trusted, nor are copies of it."""
+        for pool in (self.device, self.host):
+            for digest in request.hashes:
+                block = pool.find(digest)
+                if block is not None:
+                    pool.forget(block)
+
+    def reset(self) -> None:
+        """Forget all prefixes; blocks in use stay with their owners."""
+        self.device.forget_all()
+        self.host.forget_all()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _find(self, request: Request) -> _Prefix:
+        """The longest known prefix: device blocks by hash, then host blocks (its own, or the second tier)."""
+        n = request.swapped or len(request.tokens)
+        if request.needs_prompt_states:
+            return _Prefix([], [], 0)
+        shared: list[int] = []
+        sources: list[tuple[BlockPool, int]] = []
+        for i in range(-(-n // self.block_size)):
+            digest = request.hashes[i] if i < len(request.hashes) else None
+            block = None if digest is None or sources else self.device.find(digest)
+            if block is not None:
+                shared.append(block)
+            elif request.host_blocks:
+                sources.append((self.host, request.host_blocks[i]))
+            elif digest is not None and (host := self.host.find(digest)) is not None:
+                sources.append((self.host, host))
+            else:
+                break
+        found = min((len(shared) + len(sources)) * self.block_size, n)
+        if found == len(request.tokens) and not sources:
+            # All of it is there. The last token must run to give logits, and would write into a shared block.
+            last = shared.pop()
+            found -= self.block_size
+            if last not in self._unwritten:
+                sources.append((self.device, last))
+                found += self.block_size - 1
+        elif found == len(request.tokens):
+            found -= 1
+        return _Prefix(shared, sources, found)
+
+    def _fork(self, request: Request, source: Request) -> _Prefix:
+        """Share the prompt's blocks; the one that holds its last token is copied, since both will write there."""
+        tokens = len(request.tokens) - 1
+        full = tokens // self.block_size
+        if tokens % self.block_size == 0:
+            return _Prefix(source.blocks[:full], [], tokens)
+        last = source.blocks[full]
+        if last in self._unwritten:
+            return _Prefix(source.blocks[:full], [], full * self.block_size)
+        return _Prefix(source.blocks[:full], [(self.device, last)], tokens)
+
+    def _claim(self, prefix: _Prefix, total: int, reserve: int) -> list[int] | None:
+        fresh = total - len(prefix.shared)
+        copied = [block for pool, block in prefix.sources if pool is self.device]
+        idle = sum(self.device.refs(block) == 0 for block in (*prefix.shared, *copied))
+        if self.device.num_free - idle - fresh < reserve:
+            return None
+        # Hits are touched before anything is allocated: allocation evicts, and must not evict a hit.
+        self.device.acquire(prefix.shared)
+        self.device.acquire(copied)
+        self.events.owned += [(self.device, block) for block in copied]
+        blocks = list(prefix.shared)
+        for pool, block in prefix.sources:
+            blocks.append(self.device.allocate())
+            if pool is self.host:
+                self._move_in(block, blocks[-1])
+            else:
+                self.events.copies.append((block, blocks[-1]))
+                self._unwritten[blocks[-1]] = None  # all copies of a plan run at once
+        blocks += [self.device.allocate() for _ in range(total - len(blocks))]
+        return blocks
+
+    def _save(self, block: int) -> None:
+        """Copy a findable block to the second tier, unless it is there."""
+        digest = self.device.hash_of(block)
+        if digest is None or not (self.swap_pays and self.host.num_free) or self.host.find(digest) is not None:
+            return
+        host = self.host.allocate()
+        self.host.register(host, digest)
+        self._move_out(block, host)
+        self.host.release((host,))
+
+    def _move_out(self, block: int, host: int) -> None:
+        self.events.swap_out.append((block, _host_id(host)))
+        self._own_both(block, host)
+
+    def _move_in(self, host: int, block: int) -> None:
+        self.events.swap_in.append((_host_id(host), block))
+        self._own_both(block, host)
+
+    def _own_both(self, block: int, host: int) -> None:
+        transfer = self.transfers.of(self.events.step_id)
+        transfer.own(self.device, block)
+        transfer.own(self.host, host)
+
+
+def _host_id(block: int) -> int:
+    """The host pool's block 0 is its null block; the runner's host blocks count from 0."""
+    return block - 1

@@ -1,0 +1,4 @@
+"""The engine's loop and its process: admits requests, steps, recovers, answers questions.
+
+Leaves planning to scheduling.
+"""

@@ -1,0 +1,202 @@
+"""EngineCore as a process: two IO threads, two queues and one busy loop.
+
+    input socket  -> process_input_socket  -> input_queue  -> run_busy_loop
+    output socket <- process_output_socket <- output queue <- run_busy_loop
+
+The main loop touches no socket and the IO threads touch no scheduler; `core.admit` alone runs in the input thread.
+Idle, all three threads are blocked and use no CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, cast
+
+from wavecore.engine_core.loop.core import EngineCore
+from wavecore.engine_core.request import Request
+from wavecore.transport.errors import WavecoreError
+from wavecore.transport.io.curve import CurveServer
+from wavecore.transport.io.input_pump import AbortIn, AddIn, InputPump, UtilityIn
+from wavecore.transport.io.output_pump import ClientGone, Counters, OutputPump, PumpFailed
+from wavecore.transport.processes.child import ChildLife, as_wavecore_error
+
+log = logging.getLogger(__name__)
+_NOTHING_RAN_SECONDS = 0.005
+_JOIN_SECONDS = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopIn:
+    """A signal arrived. Put by its handler: SimpleQueue.put may interrupt a put or get of the same thread."""
+
+    drain: bool
+
+
+class EngineCoreProc:
+    """Binds the sockets; `run` serves until a signal or an error ends it.
+
+    Args:
+        core: the engine.
+        life: this process's tie to its supervisor.
+        index: of this engine in its deployment.
+        epoch: 16 random bytes that name this life.
+        version: of this package.
+        resolved: goes to clients in READY.
+        input_address, output_address: ipc path, or tcp address with a port or :0.
+        curve: keys for tcp.
+        shutdown_timeout: seconds that SIGTERM leaves for running requests.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        life: ChildLife,
+        *,
+        index: int,
+        epoch: bytes,
+        version: str,
+        resolved: Mapping[str, Any],
+        input_address: str,
+        output_address: str,
+        curve: CurveServer | None,
+        shutdown_timeout: float,
+    ) -> None:
+        self.core = core
+        self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._life, self._progress = life, life.progress
+        self._epoch, self._resolved = epoch, dict(resolved)
+        self._shutdown_timeout = shutdown_timeout
+        self._stop_at: float | None = None  # draining: when the rest is aborted
+        self._output = OutputPump(
+            output_address,
+            epoch=epoch,
+            engine=index,
+            version=version,
+            resolved=self._resolved,
+            counters=lambda: Counters(*core.counters),
+            input_queue=self.input_queue,
+            curve=curve,
+        )
+        self._input = InputPump(
+            input_address, self._output, admit=core.admit, input_queue=self.input_queue, curve=curve
+        )
+        self._threads = [
+            threading.Thread(target=self.process_input_socket, name="input", daemon=True),
+            threading.Thread(target=self.process_output_socket, name="output", daemon=True),
+        ]
+
+    def run(self) -> None:
+        """Serve. SIGTERM finishes what runs, SIGINT ends it at once; either way every request gets its end.
+
+        Raises:
+            Exception: whatever broke the engine, after clients and supervisor were told.
+        """
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        for thread in self._threads:
+            thread.start()
+        # What the start allocated lives as long as the process: a full collection need not look at it again.
+        gc.collect()
+        gc.freeze()
+        self._life.report_ready(
+            {
+                "input": self._input.endpoint,
+                "output": self._output.endpoint,
+                "epoch": self._epoch.hex(),
+                "resolved": self._resolved,
+            }
+        )
+        try:
+            self.run_busy_loop()
+        except Exception as error:
+            words = self._life.report_failure(error)
+            log.exception("the engine ends: %s", words.message)
+            self._output.put_dead(words.code, words.message, words.phase, words.rank, words.traceback)
+            raise
+        finally:
+            self._input.stop()
+            self._output.stop()
+            for thread in self._threads:
+                thread.join(_JOIN_SECONDS)
+            self.core.shutdown()
+
+    def process_input_socket(self) -> None:
+        self._progress.helper(threading.get_native_id())
+        self._input.run()
+
+    def process_output_socket(self) -> None:
+        """No helper for the watch on progress: when output piles up, the main loop waits for this thread."""
+        self._output.run()
+
+    def run_busy_loop(self) -> None:
+        """Drain the input, step, hand out; until stopped and out of work."""
+        core, moved = self.core, True
+        while core.has_work or self._stop_at is None:
+            self._process_input_queue(moved)
+            if not core.has_work:
+                continue
+            outputs, executed = core.step()
+            moved = executed or bool(outputs or core.in_flight)
+            if moved:
+                self._progress.beat()
+            if outputs:
+                self._output.put(outputs, core.counters[1:])
+
+    def _process_input_queue(self, moved: bool) -> None:
+        if not self.core.has_work:
+            self._progress.busy(False)
+            item = self.input_queue.get()
+            self._progress.busy(True)
+            self._handle(item)
+        elif not moved:  # work that cannot run just now: no reason to spin
+            with contextlib.suppress(queue.Empty):
+                self._handle(self.input_queue.get(timeout=_NOTHING_RAN_SECONDS))
+        for _ in range(self.input_queue.qsize()):  # what comes meanwhile waits for the next turn
+            self._handle(self.input_queue.get())
+        if self._stop_at is not None and time.monotonic() >= self._stop_at and self.core.has_work:
+            self.core.abort_all("engine_dead", "the engine was stopped before this request ended; send it again")
+
+    def _handle(self, item: Any) -> None:
+        match item:
+            case AddIn():
+                self.core.add(cast(Request, item.request))
+            case AbortIn():
+                self.core.abort(item.client, item.handles)
+            case ClientGone():
+                ended = self.core.abort_client(item.client)
+                if ended and item.reason:
+                    log.warning("%d requests of client %s end: %s", ended, item.client.hex()[:8], item.reason)
+            case UtilityIn():
+                self._call(item)
+            case StopIn():
+                self._stop(item)
+            case PumpFailed():
+                raise WavecoreError(f"the {item.where} failed: {item.error}") from item.error
+
+    def _call(self, item: UtilityIn) -> None:
+        try:
+            value, frames = self.core.utility(item.method, item.args)
+        except WavecoreError as error:
+            self._output.put_result(item.client, item.call, error=error)
+        except Exception as error:  # a failed call fails its caller, not the engine
+            log.exception("utility call %s failed", item.method)
+            self._output.put_result(item.client, item.call, error=as_wavecore_error(error))
+        else:
+            self._output.put_result(item.client, item.call, value, frames)
+
+    def _stop(self, item: StopIn) -> None:
+        self.core.drain()
+        limit = time.monotonic() + (self._shutdown_timeout if item.drain else 0.0)
+        self._stop_at = min(limit, self._stop_at or limit)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.input_queue.put(StopIn(drain=number == signal.SIGTERM))

@@ -1,0 +1,126 @@
+"""The decoder: one transformer for every family, written against `kernels.ops`. Knows tensors, no request and no slot.
+
+    x = embed(ids)
+    each layer:  x, r = add_norm(x, r);  qkv = x Wqkv;  q = norm, rotate, write k v;  x = attention(q) Wo
+                 x, r = add_norm(x, r);  x = act(x Wgate_up) Wdown
+    logits = norm(x + r) Wlm_head                      for the rows that sample
+
+The residual r is added inside the norm, so a layer has two fused norms, four matrix products and three other kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wavecore.engine_core.models.rope import cos_sin_table
+from wavecore.engine_core.models.spec import ModelSpec
+from wavecore.engine_core.models.weights import Parameters
+from wavecore.kernels import ops
+from wavecore.kernels.batch import Batch
+from wavecore.parallel.layers import linear
+
+Observer = Callable[[int, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's parameters; shapes in `ModelSpec.shapes`."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    o: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    post_attn_norm: Tensor | None = None
+    post_mlp_norm: Tensor | None = None
+
+
+class Decoder:
+    """A model on one device.
+
+    Args:
+        spec: the architecture.
+        parameters: as `ModelSpec.shapes` names them, all of one dtype on one device.
+        length: positions that the rotary tables cover.
+    """
+
+    def __init__(self, spec: ModelSpec, parameters: Parameters, length: int) -> None:
+        self.spec = spec
+        self.embedding = parameters["embed"]
+        self.norm = parameters["norm"]
+        self.lm_head = parameters["embed" if spec.tied else "lm_head"]
+        self.layers = [
+            Layer(**{k.rsplit(".", 1)[1]: v for k, v in parameters.items() if k.startswith(f"layers.{i}.")})
+            for i in range(spec.num_layers)
+        ]
+        device = self.embedding.device
+        self.tables = [cos_sin_table(rope, length, device) for rope in spec.ropes]
+        # Rounded to the weights' dtype, as transformers does: in bfloat16 the factor itself is rounded.
+        self.embed_scale = torch.tensor(spec.embed_scale, dtype=self.embedding.dtype).item()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every weight and table; a tied one comes twice."""
+        yield from (self.embedding, self.norm, self.lm_head, *self.tables)
+        for layer in self.layers:
+            yield from (getattr(layer, f.name) for f in fields(layer) if getattr(layer, f.name) is not None)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] int32 to [T, hidden]."""
+        x = F.embedding(token_ids, self.embedding)
+        return x if self.embed_scale == 1.0 else x * self.embed_scale
+
+    def forward(self, x: Tensor, batch: Batch, pages: Tensor, observe: Observer | None = None) -> tuple[Tensor, Tensor]:
+        """Run all layers.
+
+        Args:
+            x: [T, hidden] from `embed`.
+            pages: the KV cache; keys and values of this step are written at `batch.slot_mapping`.
+            observe: called with (layer, rotated queries [T, heads, dim]) once the layer's keys are in the cache.
+
+        Returns:
+            (x, residual), both [T, hidden]; their sum, normalised by `final`, is the hidden state.
+        """
+        spec, eps, offset = self.spec, self.spec.rms_norm_eps, self.spec.norm_offset
+        activation = ops.gelu_tanh_mul if spec.gelu else ops.silu_mul
+        residual: Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            x, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps, offset)
+            qkv = linear(x, layer.qkv, layer.qkv_bias)
+            table = self.tables[spec.rope_of_layer[i]]
+            q = ops.qk_norm_rope_kv_write(
+                qkv, layer.q_norm, layer.k_norm, eps, table, batch, pages, i, spec.num_heads, spec.num_kv_heads, offset
+            )
+            if observe is not None:
+                observe(i, q)
+            x = ops.paged_attention(q, pages, i, batch, spec.scale, spec.attn_soft_cap, spec.windows[i])
+            x = linear(x, layer.o, layer.o_bias)
+            if layer.post_attn_norm is not None:
+                x, _ = ops.add_rms_norm(x, None, layer.post_attn_norm, eps, offset)
+            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps, offset)
+            x = linear(activation(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+            if layer.post_mlp_norm is not None:
+                x, _ = ops.add_rms_norm(x, None, layer.post_mlp_norm, eps, offset)
+        assert residual is not None
+        return x, residual
+
+    def final(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The normalised hidden state [n, hidden] of some tokens of `forward`."""
+        return ops.add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps, self.spec.norm_offset)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] from `final` to [n, vocab]."""
+        logits = linear(hidden, self.lm_head)
+        cap = self.spec.final_soft_cap
+        return torch.tanh(logits / cap) * cap if cap else logits

@@ -1,0 +1,143 @@
+"""From settings and a model's files to a runner: load the weights, size the KV cache. Imports torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib import import_module
+
+import torch
+
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.execution.out_of_memory import unless_short_of_memory
+from wavecore.engine_core.execution.runner import ModelRunner
+from wavecore.engine_core.models.decoder import Decoder
+from wavecore.engine_core.models.files import Progress
+from wavecore.engine_core.models.gguf_weights import load_gguf
+from wavecore.engine_core.models.model_source import ModelSource
+from wavecore.engine_core.models.spec import ModelSpec
+from wavecore.engine_core.models.weights import Parameters, load_folder
+from wavecore.engine_core.plan import RunnerInfo
+from wavecore.engine_core.startup.kv_cache_size import most_blocks, sized_runner
+from wavecore.engine_core.startup.memory_budget import Settings, no_room
+from wavecore.kernels import ops
+from wavecore.kernels.attention.shapes import refusal
+from wavecore.parallel.layers import exact_float32
+from wavecore.transport.errors import ConfigError, ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BLOCK_BYTES = 2 << 20
+
+
+def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -> ModelRunner:
+    """Load the weights and allocate the KV cache.
+
+    Raises:
+        ModelError: the model's files.
+        ConfigError: a setting that this model or device cannot have, or settings under which memory would do.
+        ResourceError: not enough memory, and no setting makes room.
+    """
+    device, spec = _device(config.device), source.spec
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before anything touches CUDA: no other GPU gets a context of this process
+    dtype = _dtype(config, spec, device)
+    if words := refusal(spec.num_heads, spec.num_kv_heads, spec.head_dim, device):
+        raise ModelError(f"{source.path}: {words}")
+    if dtype == torch.float32:
+        exact_float32()
+    _register_ops(config.custom_ops or {}, torch.empty(0, dtype=dtype, device=device))
+    block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
+    length = _max_model_len(config, spec, block_size, dtype, device)
+    progress("load", 0.0)
+    parameters, fault = unless_short_of_memory(lambda: _load_weights(source, dtype, device, progress))
+    if parameters is None:  # by their sizes they fit: half of them surely do
+        half: list[Settings] = [{"dtype": "bfloat16"}] if dtype == torch.float32 else []
+        raise no_room(f"the weights of {source.path} do not fit into memory: {fault}", half)
+    info = RunnerInfo(
+        num_blocks=0,
+        num_host_blocks=0,
+        block_size=block_size,
+        max_model_len=length,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        eos_token_ids=source.eos_token_ids,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        model_path=str(source.path),
+    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through
+
+    def make(bounds: EngineConfig) -> ModelRunner:
+        model = Decoder(spec, parameters, length)
+        return ModelRunner(model, info, bounds.max_num_seqs, bounds.max_num_batched_tokens)
+
+    progress("kv_cache", 0.0)
+    return sized_runner(make, config, info.dtype)
+
+
+def _load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device, progress: Progress) -> Parameters:
+    if source.gguf is not None:
+        return load_gguf(source.gguf, source.spec, dtype, device, progress)
+    return load_folder(source.path, source.spec, dtype, device, progress)
+
+
+def _register_ops(custom_ops: Mapping[str, str], like: torch.Tensor) -> None:
+    """Replace kernels by the user's functions, given as "module:function", tried on the engine's device and dtype."""
+    for name, target in custom_ops.items():
+        module, _, function = target.partition(":")
+        try:
+            ops.register_op(name, getattr(import_module(module), function), like)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"custom_ops {name}={target!r}: {error}") from error
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    found = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
+    if not found:
+        raise ConfigError(f'device {name!r}: give "auto", "cpu", "cuda" or "cuda:N"')
+    index, count = int(found[1] or 0), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"device {name!r}: this process sees {count} CUDA devices; look at nvidia-smi and CUDA_VISIBLE_DEVICES, "
+            "or set device cpu"
+        )
+    return torch.device("cuda", index)
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else DTYPES.get(spec.dtype, torch.bfloat16)
+    return DTYPES[config.dtype]
+
+
+def choose_block_size(kv_bytes_per_token: int) -> int:
+    """Tokens a block, a power of two from 16 to 128: the smallest that makes a block 2 MiB.
+
+    Small blocks share prefixes finely; large ones make block tables, hashing and copies cheap. A model with little KV
+    a token can afford many tokens a block.
+    """
+    size = 16
+    while size < 128 and size * kv_bytes_per_token < BLOCK_BYTES:
+        size *= 2
+    return size
+
+
+def _max_model_len(
+    config: EngineConfig, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """The length asked for, or the model's, but no more than the KV cache could ever hold: tables have this length."""
+    asked = config.max_model_len
+    if asked is None:
+        most = most_blocks(config, spec.kv_values_per_token * block_size * dtype.itemsize, device)
+        return min(spec.max_model_len, max(1, most - 1) * block_size)
+    if asked > spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len {asked} is above the {spec.max_model_len} positions that the model knows; give no more, "
+            "or leave it out"
+        )
+    return asked

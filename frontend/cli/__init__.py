@@ -1,0 +1,1 @@
+"""The `wavecore` command and its subcommands."""

@@ -1,0 +1,167 @@
+"""`wavecore bench offline`: throughput and latency of a batch, and where the engine's steps spend their time.
+
+The phases of the engine's loop, host time each:
+
+    schedule   plan the next step
+    launch     queue it on the device. What makes the host wait meanwhile counts too: a kernel that is loaded at its
+               first use, a full queue of launches, memory that is allocated. On a CPU the plan is only noted
+    wait       until the tokens of the oldest step in flight are here; on a CPU this computes the step
+    update     append the tokens, find the ends, hand out
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.cli.generate import open_llm
+from wavecore.frontend.cli.parser import CommandParser
+from wavecore.frontend.cli.workload import WORKLOADS, WorkItem, open_work, percentile, random_work
+from wavecore.frontend.llm import LLM
+from wavecore.frontend.outputs import RequestOutput
+
+COUNTERS = (
+    "steps",
+    "preemptions",
+    "prompt_tokens",
+    "output_tokens",
+    "recomputed_tokens",
+    "swapped_tokens",
+    "cache_hits",
+)
+SECONDS = "_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """What a batch took.
+
+    Attributes:
+        seconds: wall time of the batch.
+        input_tokens, output_tokens: of all requests together.
+        ttft: seconds to the first token, one a request.
+        tpot: seconds a token after the first, one a request of two tokens or more.
+        counters: what COUNTERS and the seconds of each phase rose by, for each engine.
+    """
+
+    seconds: float
+    input_tokens: int
+    output_tokens: int
+    ttft: list[float]
+    tpot: list[float]
+    counters: list[dict[str, float]]
+
+    def lines(self) -> list[str]:
+        total = self.input_tokens + self.output_tokens
+        lines = [
+            f"requests              {len(self.ttft):>12}",
+            f"seconds               {self.seconds:>12.3f}",
+            f"input tokens          {self.input_tokens:>12}",
+            f"output tokens         {self.output_tokens:>12}",
+            f"output tokens/s       {self.output_tokens / self.seconds:>12.1f}",
+            f"total tokens/s        {total / self.seconds:>12.1f}",
+        ]
+        for name, values in (("time to first token", self.ttft), ("time per token", self.tpot)):
+            if values:
+                ms = [f"{1000 * percentile(values, p):.1f}" for p in (0.5, 0.9, 0.99)]
+                lines.append(f"{name:<22}{' / '.join(ms)} ms (p50 / p90 / p99)")
+        for index, rose in enumerate(self.counters):
+            steps = max(1, rose["steps"])
+            shown = {name: f"{rose[name]:.0f}" for name in ("steps", "preemptions")}
+            shown |= {f"{n}, a step": f"{1000 * seconds / steps:.3f} ms" for n, seconds in phase_seconds(rose).items()}
+            lines += [f"engine {index} {name:<20} {value}" for name, value in shown.items()]
+        return lines
+
+
+def run(args: Sequence[str]) -> int:
+    if not args or args[0] != "offline":
+        print("usage: wavecore bench offline [--SETTING VALUE ...]", file=sys.stderr)
+        return 0 if args and args[0] in ("-h", "--help") else 2
+    parser = CommandParser("bench offline", "", "Measures one batch of requests; end-of-sequence is ignored.")
+    add = parser.options.add_argument
+    add("--attach", type=str, default="", help="runtime directory of a running engine to measure")
+    named = f"{', '.join(WORKLOADS)}, or a JSON file of requests; without it prompts are random"
+    add("--workload", type=str, default="", help=named)
+    add("--num_prompts", type=int, default=32, help="random workload: how many")
+    add("--input_len", type=int, default=128, help="random workload: longest prompt, tokens")
+    add("--output_len", type=int, default=64, help="random workload: longest output, tokens")
+    add("--range_ratio", type=float, default=0.0, help="random workload: lengths vary down to (1 - this)")
+    add("--workload_seed", type=int, default=0, help="random workload: seed")
+    add("--repeats", type=int, default=1, help="runs after a warm-up; the fastest is shown")
+    add("--output_json", type=str, default="", help="file for the figures")
+    values = parser.parse(args[1:])
+    with open_llm(values) as llm:
+        work = (
+            open_work(values.workload)
+            if values.workload
+            else random_work(
+                values.num_prompts,
+                values.input_len,
+                values.output_len,
+                values.range_ratio,
+                llm.vocab_size,
+                values.workload_seed,
+            )
+        )
+        warm_up(llm, work)
+        report = min((measure(llm, work) for _ in range(max(1, values.repeats))), key=lambda r: r.seconds)
+    print("\n".join(report.lines()))
+    if values.output_json:
+        Path(values.output_json).write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
+    return 0
+
+
+def warm_up(llm: LLM, work: Sequence[WorkItem]) -> None:
+    """A prompt step and a decode step of a few requests, so that nothing is used for the first time later."""
+    measure(llm, [WorkItem(item.prompt, 2) for item in work[:4]])
+
+
+def measure(llm: LLM, work: Sequence[WorkItem]) -> BenchReport:
+    """Run a batch once, from an empty prefix cache.
+
+    Raises:
+        WavecoreError: a request failed.
+    """
+    prompts: list[Any] = [item.prompt for item in work]
+    params = [
+        SamplingParams(max_tokens=i.max_tokens, temperature=i.temperature, ignore_eos=True, detokenize=False)
+        for i in work
+    ]
+    llm.reset_prefix_cache()
+    before = llm.step_stats()
+    started = time.monotonic()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.monotonic() - started
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return BenchReport(
+        seconds,
+        sum(len(o.prompt_token_ids) for o in outputs),
+        sum(len(c.token_ids) for o in outputs for c in o.outputs),
+        [o.metrics.first_token_latency or 0.0 for o in outputs],
+        [t for o in outputs if (t := _tpot(o)) is not None],
+        [_rise(old, new) for old, new in zip(before, llm.step_stats(), strict=False)],
+    )
+
+
+def _tpot(output: RequestOutput) -> float | None:
+    metrics, tokens = output.metrics, output.metrics.num_generation_tokens
+    if tokens < 2 or metrics.first_token_latency is None or metrics.last_token_latency is None:
+        return None
+    return (metrics.last_token_latency - metrics.first_token_latency) / (tokens - 1)
+
+
+def _rise(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    return {name: after[name] - before[name] for name in before if name in COUNTERS or name.endswith(SECONDS)}
+
+
+def phase_seconds(counters: dict[str, float]) -> dict[str, float]:
+    """Seconds in each phase of the loop."""
+    return {name.removesuffix(SECONDS): value for name, value in counters.items() if name.endswith(SECONDS)}

@@ -1,0 +1,25 @@
+"""`wavecore engine [MODEL]`: an engine that other processes attach to, until a signal ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from wavecore.frontend.cli.parser import CommandParser, model_as_flag, settings
+from wavecore.frontend.client.service import make_supervisor
+from wavecore.frontend.progress_bars import StartBar
+
+
+def run(args: Sequence[str]) -> int:
+    parser = CommandParser(
+        "engine", "[MODEL]", "Runs an engine. SIGTERM or Ctrl-C drains it; a second one ends it at once."
+    )
+    config = settings(parser.parse(model_as_flag(args)))
+    with StartBar(config.disable_tqdm) as bar:
+        return make_supervisor(config).serve(bar, on_ready=lambda folder: _tell(bar, folder))
+
+
+def _tell(bar: StartBar, folder: Path) -> None:
+    bar.close()
+    print(f"ready; runtime directory: {folder}")
+    print(f'attach: wavecore chat --attach {folder}    or from Python: wavecore.connect("{folder}")', flush=True)

@@ -1,0 +1,105 @@
+"""`wavecore generate PROMPT`: one answer, streamed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import Namespace
+
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.cli.parser import CommandParser, add_sampling, settings
+from wavecore.frontend.connect import connect
+from wavecore.frontend.llm import LLM
+from wavecore.frontend.prompts import PromptType, TokensPrompt
+from wavecore.transport.errors import ValidationError
+
+
+def run(args: Sequence[str]) -> int:
+    parser = CommandParser("generate", "PROMPT", "Answers one prompt; - reads standard input.", words=["prompt"])
+    add_input(parser)
+    parser.switch("raw", "continue the prompt as it is, without the chat template")
+    add_sampling(parser, max_tokens=256)
+    values = parser.parse(args)
+    text = sys.stdin.read() if values.prompt == "-" else values.prompt
+    if not text:
+        raise ValidationError("prompt", 'is empty; try: wavecore generate "What is the capital of France?"')
+    params = sampling(values)  # a bad value is told before an engine is started
+    with open_llm(values) as llm:
+        chat = not values.raw and llm.get_tokenizer().chat_template is not None
+        prompt = chat_prompt(llm, [*system_message(values), {"role": "user", "content": text}]) if chat else text
+        answer = stream_answer(llm, prompt, params)
+    print(answer.summary, file=sys.stderr)
+    return 0
+
+
+def add_input(parser: CommandParser) -> None:
+    """Options of commands that talk to a model."""
+    parser.options.add_argument("--attach", type=str, default="", help="runtime directory of a running engine to use")
+    parser.options.add_argument("--system", type=str, default="", help="system message")
+
+
+def open_llm(values: Namespace) -> LLM:
+    """The running engine that `--attach` names, or one of our own."""
+    if values.attach:
+        return connect(values.attach)
+    return LLM.from_config(settings(values))
+
+
+def sampling(values: Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=values.max_tokens,
+        temperature=values.temperature,
+        top_p=values.top_p,
+        top_k=values.top_k,
+        seed=values.sampling_seed,
+        stop=values.stop,
+    )
+
+
+def system_message(values: Namespace) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": values.system}] if values.system else []
+
+
+def chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> TokensPrompt:
+    return {"prompt_token_ids": llm.get_tokenizer().render_chat(messages)[1]}
+
+
+class Answer:
+    """A streamed answer: its text, and how fast it came."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.finish_reason: str | None = None
+        self._tokens = 0
+        self._started = time.monotonic()
+        self._first = self._last = self._started
+
+    def add(self, text: str, tokens: int) -> None:
+        self._last = time.monotonic()
+        if not self._tokens:
+            self._first = self._last
+        self._tokens += tokens
+        self.text += text
+
+    @property
+    def summary(self) -> str:
+        rate = (self._tokens - 1) / (self._last - self._first) if self._last > self._first else 0.0
+        return (
+            f"time to first token {self._first - self._started:.3f} s, then {rate:.1f} tokens/s "
+            f"({self._tokens} tokens, finish reason {self.finish_reason})"
+        )
+
+
+def stream_answer(llm: LLM, prompt: PromptType, params: SamplingParams) -> Answer:
+    """Print an answer as it comes."""
+    answer = Answer()
+    for output in llm.stream(prompt, params):
+        choice = output.outputs[0]
+        answer.add(choice.text, len(choice.token_ids))
+        answer.finish_reason = choice.finish_reason
+        print(choice.text, end="", flush=True)
+    print(flush=True)
+    return answer

@@ -1,0 +1,120 @@
+"""Waiting for requests in a plain thread: a whole batch, or the deltas of one. Knows no prompts and no text."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from wavecore.frontend.client.mailbox import Mailbox, OutputKind
+from wavecore.frontend.client.request import EngineRequest
+from wavecore.frontend.client.service import Service
+from wavecore.frontend.client.wakers import QueueWaker
+from wavecore.frontend.outputs import RequestOutput, shown
+from wavecore.frontend.progress_bars import BatchBar
+from wavecore.transport.errors import EngineDead, Overloaded
+
+PAUSE_SECONDS = 0.1  # before an overloaded engine is asked again
+REFUSED_SECONDS = 60.0  # an engine that takes nothing of ours for so long will not
+POLL_SECONDS = 0.05
+
+
+def run_batch(
+    service: Service, requests: list[EngineRequest], use_tqdm: bool | Callable[..., Any]
+) -> list[tuple[Mailbox, RequestOutput]]:
+    """Send all, never more at a time than the engine's queue takes, and wait for all.
+
+    Returns:
+        Mailbox and final output of each, in order; a request that failed alone carries its error.
+
+    Raises:
+        EngineDead: the engine died under requests that had begun; the others are aborted.
+        Overloaded: others have kept the engine's queue full for a minute.
+    """
+    batch = _Batch(service, requests)
+    bar = BatchBar(len(requests), use_tqdm)
+    try:
+        while len(batch.done) < len(requests):
+            batch.send()
+            if output := batch.receive():
+                bar.done(output)
+    finally:
+        for mailbox in batch.running:
+            service.client.abort(mailbox)
+        bar.close()
+    return [batch.done[i] for i in range(len(requests))]
+
+
+class _Batch:
+    def __init__(self, service: Service, requests: list[EngineRequest]) -> None:
+        self.running: dict[Mailbox, int] = {}
+        self.done: dict[int, tuple[Mailbox, RequestOutput]] = {}
+        self._service = service
+        self._requests = requests
+        self._waiting = deque(range(len(requests)))
+        self._window = service.window
+        self._pause_until = 0.0
+        self._progress = time.monotonic()
+        self._waker = QueueWaker()
+
+    def send(self) -> None:
+        while self._waiting and len(self.running) < self._window and time.monotonic() >= self._pause_until:
+            index = self._waiting.popleft()
+            try:
+                mailbox = self._service.submit(self._requests[index], self._waker, OutputKind.FINAL)
+            except Overloaded as refused:
+                self._come_again(index, refused)
+            else:
+                self.running[mailbox] = index
+
+    def receive(self) -> RequestOutput | None:
+        """The next finished request; None where there is none yet, or one comes again."""
+        mailbox = self._waker.wait(POLL_SECONDS if self._waiting else None)
+        output = mailbox.take() if mailbox is not None else None
+        if mailbox is None or output is None:
+            return None
+        index = self.running.pop(mailbox)
+        if isinstance(output.error, EngineDead):
+            raise output.error
+        if isinstance(output.error, Overloaded):
+            self._come_again(index, output.error)
+            return None
+        self._progress = time.monotonic()
+        self.done[index] = mailbox, output
+        return output
+
+    def _come_again(self, index: int, refused: Overloaded) -> None:
+        """Others fill the engine's queue: ask again later, with fewer at a time.
+
+        Raises:
+            Overloaded: nothing of ours runs, and it has been so for long.
+        """
+        if time.monotonic() - self._progress > REFUSED_SECONDS and not self.running:
+            raise refused
+        self._waiting.appendleft(index)
+        self._window = max(1, len(self.running))
+        self._pause_until = time.monotonic() + PAUSE_SECONDS
+
+
+def stream_deltas(
+    owner: object,  # noqa: ARG001 - held by the generator
+    service: Service,
+    request: EngineRequest,
+) -> Iterator[RequestOutput]:
+    """The deltas of one request, which is sent when the first is asked for; leaving the loop aborts it.
+
+    Args:
+        owner: kept alive as long as the stream is; its engine ends with it.
+    """
+    waker = QueueWaker()
+    mailbox = service.submit(request, waker, OutputKind.DELTA)
+    try:
+        finished = False
+        while not finished:
+            waker.wait()
+            for output in shown(mailbox.take()):
+                finished = output.finished
+                yield output
+    finally:
+        service.client.abort(mailbox)

@@ -1,0 +1,200 @@
+"""One request between the IO thread, which delivers, and its consumer, which takes. One slot: deltas merge.
+
+A slow consumer therefore costs the tokens it has not read, never a queue. A mailbox wakes its consumer once until the
+consumer takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from wavecore.frontend.client.choice import FINISH_NAMES, Choice
+from wavecore.frontend.client.request import EngineRequest
+from wavecore.frontend.outputs import PositionLogprobs, RequestMetrics, RequestOutput
+from wavecore.frontend.text.detokenizer import CONTEXT
+from wavecore.frontend.text.logprobs import read_logprobs
+from wavecore.frontend.text.tokenizer import Tokenizer
+from wavecore.transport.errors import RequestError, WavecoreError, from_code
+from wavecore.transport.wire.messages import FinishReason, TensorFrame
+from wavecore.transport.wire.tensors import to_numpy
+
+logger = logging.getLogger(__name__)
+
+
+class OutputKind(Enum):
+    """What `take` gives and when a consumer is woken: what is new, all so far, or all once at the end."""
+
+    DELTA = "delta"
+    CUMULATIVE = "cumulative"
+    FINAL = "final"
+
+
+class Waker(Protocol):
+    """Tells consumers that their mailboxes hold something. Called in the IO thread; must not block or raise."""
+
+    def wake(self, mailboxes: Sequence[Mailbox]) -> None: ...
+
+
+class Mailbox:
+    """Attributes:
+    request: what was asked for.
+    waker: whom to wake.
+    embedding: float32 [hidden] of a finished pooling request.
+    """
+
+    def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None, waker: Waker, kind: OutputKind) -> None:
+        self.request = request
+        self.waker = waker
+        self.embedding: npt.NDArray[np.float32] | None = None
+        params = request.params
+        self._kind = kind
+        self._decode = None if tokenizer is None else tokenizer.decode_token
+        end_of_prompt = request.prompt[-CONTEXT:].tolist()
+
+        def choice(index: int) -> Choice:
+            text = tokenizer.detokenizer(params, end_of_prompt) if tokenizer is not None and params.detokenize else None
+            return Choice(index, params, text, keep_all=kind is not OutputKind.DELTA)
+
+        self._choices = [choice(i) for i in range(params.n)]
+        self._prompt_ids: list[int] = request.prompt.tolist()
+        self._lock = threading.Lock()
+        self._woken = False
+        self._started = time.monotonic()
+        self._metrics = RequestMetrics(time.time())
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self._cached_tokens: int | None = None
+
+    # --- IO thread -----------------------------------------------------------------------------------------------
+
+    def deliver(
+        self,
+        index: int,
+        tokens: Sequence[int],
+        finish: FinishReason,
+        extra: Mapping[str, Any],
+        frames: Sequence[TensorFrame],
+    ) -> bool:
+        """Take in one row of a step.
+
+        Returns:
+            Whether the choice ended here while the engine goes on: a stop string, or a fault on this side.
+        """
+        with self._lock:
+            choice = self._choices[index]
+            if choice.finish is not None:
+                return False
+            if tokens:
+                now = time.monotonic() - self._started
+                self._metrics.last_token_latency = now
+                if self._metrics.first_token_latency is None:
+                    self._metrics.first_token_latency = now
+                self._metrics.num_generation_tokens += len(tokens)
+            try:
+                logprobs = self._read_extra(choice, extra, frames) if extra else []
+                if finish == FinishReason.ERROR:
+                    choice.feed(tokens, logprobs)
+                    error = from_code(str(extra.get("code", "request")), str(extra.get("message", "")))
+                    choice.end("error", error=error)
+                else:
+                    reason = extra.get("message") if finish == FinishReason.TIMEOUT else extra.get("stop_token")
+                    choice.feed(tokens, logprobs, finish, reason)
+            except Exception as error:  # a fault in one request's text ends that request
+                logger.exception("request %s: its output cannot be read", self.request.request_id)
+                choice.end("error", error=RequestError(f"request {self.request.request_id}: {error!r:.300}"))
+            return choice.finish is not None and finish == FinishReason.NONE
+
+    def fail(self, error: WavecoreError) -> None:
+        """End every choice that still runs."""
+        with self._lock:
+            for choice in self._choices:
+                choice.end("error", error=error)
+
+    def end(self, index: int, finish: FinishReason) -> None:
+        with self._lock:
+            self._choices[index].end(FINISH_NAMES[finish])
+
+    def must_wake(self) -> bool:
+        """Whether the consumer is to be told now; True once until it takes."""
+        with self._lock:
+            if self._woken or (self._kind is OutputKind.FINAL and not self._finished):
+                return False
+            self._woken = True
+            return True
+
+    # --- any thread ----------------------------------------------------------------------------------------------
+
+    def is_running(self, index: int) -> bool:
+        with self._lock:
+            return self._choices[index].finish is None
+
+    @property
+    def emitted(self) -> list[int]:
+        """Tokens of the first choice so far."""
+        with self._lock:
+            return list(self._choices[0].emitted)
+
+    @property
+    def has_tokens(self) -> bool:
+        with self._lock:
+            return any(choice.emitted for choice in self._choices)
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that the engine drew, once its first output came."""
+        with self._lock:
+            return self._choices[0].seed
+
+    def take(self) -> RequestOutput | None:
+        """The output since the last take, or all so far; None when there is nothing new."""
+        with self._lock:
+            self._woken = False
+            news = [c for c in self._choices if c.has_news]
+            if not news:
+                return None
+            shown = news if self._kind is OutputKind.DELTA else self._choices
+            return RequestOutput(
+                request_id=self.request.request_id,
+                prompt=self.request.text,
+                prompt_token_ids=self._prompt_ids,
+                outputs=[choice.take() for choice in shown],
+                finished=self._finished,
+                metrics=self._metrics,
+                prompt_logprobs=self._prompt_logprobs,
+                num_cached_tokens=self._cached_tokens,
+            )
+
+    @property
+    def _finished(self) -> bool:
+        return all(choice.finish is not None for choice in self._choices)
+
+    def _read_extra(
+        self, choice: Choice, extra: Mapping[str, Any], frames: Sequence[TensorFrame]
+    ) -> list[PositionLogprobs]:
+        if "seed" in extra:
+            choice.seed = int(extra["seed"])
+        if "cached_tokens" in extra:
+            self._cached_tokens = int(extra["cached_tokens"])
+        if "pooled" in extra:
+            self.embedding = to_numpy(frames[extra["pooled"][0]]).astype(np.float32)
+        if "prompt_logprobs" in extra:
+            rows = read_logprobs(frames, extra["prompt_logprobs"], self._decode)
+            self._prompt_logprobs = [*(self._prompt_logprobs or [None]), *rows]
+        return read_logprobs(frames, extra["logprobs"], self._decode) if "logprobs" in extra else []
+
+
+def wake(mailboxes: Sequence[Mailbox]) -> None:
+    """Tell the consumers that do not know yet, each waker once."""
+    by_waker: dict[Waker, list[Mailbox]] = {}
+    for mailbox in mailboxes:
+        if mailbox.must_wake():
+            by_waker.setdefault(mailbox.waker, []).append(mailbox)
+    for waker, woken in by_waker.items():
+        waker.wake(woken)

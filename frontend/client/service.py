@@ -1,0 +1,267 @@
+"""What `LLM` and `AsyncLLM` share: an engine (own or attached), its client and its tokenizer; prompts to requests."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import atexit
+import contextlib
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.client.client import EngineClient
+from wavecore.frontend.client.mailbox import Mailbox, OutputKind, Waker
+from wavecore.frontend.client.request import EngineRequest, check_options, embeds_frame
+from wavecore.frontend.prompts import Prompt, token_ids
+from wavecore.frontend.text.tokenizer import Tokenizer
+from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tokenizer
+from wavecore.transport.errors import ModelError, NotSupportedError, ValidationError, WavecoreError
+from wavecore.transport.processes.supervisor import ChildSpec, Limits, Supervisor
+from wavecore.transport.version import VERSION
+from wavecore.transport.wire.codec import MAX_FRAME_BYTES
+
+Progress = Callable[[int, str, float], None]
+MAX_ID = 1024
+MAX_PROMPT_LOGPROBS_CELLS = 1 << 24  # positions x alternatives of one request's prompt_logprobs
+
+
+class Service:
+    """An engine to talk to.
+
+    Attributes:
+        tokenizer: None with skip_tokenizer_init.
+        runtime_dir: others attach to it with `connect`.
+    """
+
+    def __init__(self, runtime_dir: Path, supervisor: Supervisor | None, timeout: float) -> None:
+        self.runtime_dir = runtime_dir
+        self._supervisor = supervisor
+        self._numbers = itertools.count()
+        self.client = EngineClient(runtime_dir, timeout=timeout, version=VERSION)
+        try:
+            self.resolved = self.client.resolved
+            self.tokenizer = _tokenizer(self.resolved)
+        except BaseException:
+            self.client.close()
+            raise
+
+    @classmethod
+    def start(cls, config: EngineConfig, progress: Progress | None, supervisor: Supervisor | None = None) -> Service:
+        """Start an engine process and attach to it.
+
+        Args:
+            supervisor: of `make_supervisor`, for a caller that may want to stop it meanwhile.
+
+        Raises:
+            WavecoreError: whatever kept the engine from becoming ready. Nothing is left behind then.
+        """
+        if config.tokenizer is not None and not config.skip_tokenizer_init:
+            load_tokenizer(config.tokenizer)  # a wrong path is told before the time to load a model is spent
+        supervisor = supervisor or make_supervisor(config)
+        try:
+            return cls(supervisor.start(progress), supervisor, config.ready_timeout)
+        except BaseException:
+            supervisor.stop()
+            raise
+
+    def close(self) -> None:
+        """Let go; stops the engine if it is our own. Idempotent."""
+        self.client.close()
+        if self._supervisor is not None:
+            self._supervisor.stop()
+        atexit.unregister(self.close)
+
+    def close_when_dropped(self, owner: object) -> Callable[[], object]:
+        """Close when `owner` is collected, at the latest at exit.
+
+        Returns:
+            What takes that back, for an owner that closes by itself.
+        """
+        atexit.register(self.close)
+        # The collector may run in any thread, also in our IO thread with a lock held: it only hands over.
+        dropped = weakref.finalize(owner, _thread.start_new_thread, self.close, ())
+        dropped.atexit = False
+        return dropped.detach
+
+    # --- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self.resolved["max_model_len"])
+
+    @property
+    def window(self) -> int:
+        """How many requests one caller keeps at the engine, so that it leaves room for others in the queue."""
+        return max(1, int(self.resolved["max_num_queued_reqs"]) // 2)
+
+    def default_params(self) -> SamplingParams:
+        """What the model's authors recommend, else the defaults.
+
+        Raises:
+            ModelError: generation_config.json recommends what cannot be.
+        """
+        return self._default_params.clone()
+
+    @cached_property
+    def _default_params(self) -> SamplingParams:
+        path = str(self.resolved.get("model_path", ""))
+        try:
+            return SamplingParams(**generation_defaults(path)) if path else SamplingParams()
+        except ValidationError as error:
+            raise ModelError(f"{path}/generation_config.json: {error}; correct it, or give SamplingParams") from error
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer; NotSupportedError, with the way out, where there is none for `what`."""
+        if self.tokenizer is None:
+            raise NotSupportedError(
+                f"{what} needs a tokenizer, and there is none here (skip_tokenizer_init, or a scripted model): "
+                'give {"prompt_token_ids": [...]}, or tokenizer=FOLDER (--tokenizer FOLDER) at start'
+            )
+        return self.tokenizer
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def encode(self, prompt: Prompt) -> Prompt:
+        """The prompt with ids. The slow part of `prepare` for long texts; may run in any thread."""
+        if prompt.text is None or prompt.ids is not None or prompt.embeds is not None:
+            return prompt
+        tokenizer = self.need_tokenizer("a text prompt")
+        tokenizer.check_length(prompt.text, self.max_model_len)
+        ids = tokenizer.encode(prompt.text, parse_special=prompt.parse_special)
+        return replace(prompt, ids=token_ids(ids) if ids else None)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        resume: bool = False,
+        pooling: str | None = None,
+        **options: Any,
+    ) -> EngineRequest:
+        """A request ready to send.
+
+        Args:
+            options: of `check_options`.
+
+        Raises:
+            ValidationError: a value out of bounds, before it costs anything.
+        """
+        if not isinstance(params, SamplingParams):
+            raise ValidationError("sampling_params", f"must be SamplingParams, not {type(params).__name__}")
+        if request_id is not None and (not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID):
+            raise ValidationError("request_id", f"must be a text of 1 to {MAX_ID} characters, not {request_id!r:.60}")
+        queue = int(self.resolved["max_num_queued_reqs"])
+        if params.n > queue:
+            raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")
+        if resume and params.n > 1:
+            raise NotSupportedError("resume=True with n > 1; send the choices as requests of their own")
+        checked = check_options(cache_salt=prompt.cache_salt, pooling=pooling, **options)
+        prompt = self.encode(prompt)
+        embeds = None
+        if prompt.embeds is not None:
+            embeds = embeds_frame(prompt.embeds, int(self.resolved["hidden_size"]))
+            if len(embeds.buffer) > MAX_FRAME_BYTES:
+                raise ValidationError("prompt_embeds", f"{len(embeds.buffer)} bytes; at most {MAX_FRAME_BYTES} travel")
+            ids = np.zeros(embeds.shape[0], np.int32)
+        elif prompt.ids is None:
+            raise ValidationError("prompt", "gives no tokens")
+        else:
+            ids = prompt.ids
+            self._check_ids(ids)
+        self._check_length(len(ids), params, pooling)
+        return EngineRequest(
+            request_id=request_id if request_id is not None else str(next(self._numbers)),
+            text=prompt.text,
+            prompt=ids,
+            params=copy(params),  # the caller may go on changing theirs
+            wire=self._wire(params),
+            options=checked,
+            prompt_embeds=embeds,
+            resume=resume,
+        )
+
+    def submit(self, request: EngineRequest, waker: Waker, kind: OutputKind) -> Mailbox:
+        mailbox = Mailbox(request, self.tokenizer, waker, kind)
+        self.client.submit(mailbox)
+        return mailbox
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+        """A conversation as a prompt; options of `Tokenizer.render_chat`."""
+        text, ids = self.need_tokenizer("chat").render_chat(messages, max_tokens=self.max_model_len, **options)
+        return Prompt(text, token_ids(ids))
+
+    def _check_ids(self, ids: Any) -> None:
+        vocab, highest = int(self.resolved["vocab_size"]), int(ids.max())
+        if highest >= vocab:
+            raise ValidationError("prompt_token_ids", f"token id {highest} is outside the vocabulary of {vocab}")
+
+    def _check_length(self, length: int, params: SamplingParams, pooling: str | None) -> None:
+        room = 0 if pooling is not None or params.max_tokens == 0 else 1
+        if length + room > self.max_model_len:
+            raise ValidationError(
+                "prompt",
+                f"has {length} tokens; max_model_len is {self.max_model_len}, which leaves room for a prompt of "
+                f"{self.max_model_len - room}; shorten it or start the engine with a larger max_model_len",
+            )
+        if params.prompt_logprobs and length * params.prompt_logprobs > MAX_PROMPT_LOGPROBS_CELLS:
+            raise ValidationError("prompt_logprobs", f"{params.prompt_logprobs} for {length} tokens is too much")
+
+    def _wire(self, params: SamplingParams) -> dict[str, Any]:
+        """Parameters as the engine takes them: words as ids, and without what only the text side reads."""
+        if params.stop:
+            if not params.detokenize:
+                raise ValidationError("stop", "needs detokenize=True; use stop_token_ids without text")
+            self.need_tokenizer("stop (a string)")
+        if params.bad_words:
+            words = self.need_tokenizer("bad_words").bad_word_ids(params.bad_words)
+            params = replace(params, bad_words=None, bad_words_token_ids=(*(params.bad_words_token_ids or ()), *words))
+        params.check_model(int(self.resolved["vocab_size"]), self.resolved["eos_token_ids"])
+        wire = params.to_wire()
+        wire.pop("stop", None)
+        return wire
+
+
+async def start_beside_loop(config: EngineConfig, progress: Progress | None) -> Service:
+    """`Service.start` in a thread; cancelling ends the start, and only returns when nothing is left of it."""
+    supervisor = make_supervisor(config)
+    starting = asyncio.create_task(asyncio.to_thread(Service.start, config, progress, supervisor))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        supervisor.request_stop()
+        with contextlib.suppress(WavecoreError):
+            (await starting).close()
+        raise
+
+
+def make_supervisor(config: EngineConfig) -> Supervisor:
+    """A supervisor of one engine process, not started yet."""
+    # What a custom op's module is imported by: the paths of this program.
+    paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
+    return Supervisor(
+        [ChildSpec("engine 0", "wavecore.engine_core", config.to_json(), env=paths)],
+        runtime_dir=config.runtime_dir,
+        address=config.address,
+        limits=Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout),
+    )
+
+
+def _tokenizer(resolved: Mapping[str, Any]) -> Tokenizer | None:
+    path = resolved.get("tokenizer") or resolved.get("model_path")
+    if resolved.get("skip_tokenizer_init") or not path:  # a scripted model has no files
+        return None
+    return load_tokenizer(path)

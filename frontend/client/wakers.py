@@ -1,0 +1,60 @@
+"""How consumers wait for mailboxes: a thread at a queue, a task at an event of its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import weakref
+from collections.abc import Sequence
+
+from wavecore.frontend.client.mailbox import Mailbox
+
+TASKS_A_TURN = 32  # woken in one turn of a loop: hundreds of streams must not hold up whatever else runs in it
+
+
+class QueueWaker:
+    """For one waiting thread."""
+
+    def __init__(self) -> None:
+        self._ready: queue.SimpleQueue[Mailbox] = queue.SimpleQueue()
+
+    def wake(self, mailboxes: Sequence[Mailbox]) -> None:
+        for mailbox in mailboxes:
+            self._ready.put(mailbox)
+
+    def wait(self, timeout: float | None = None) -> Mailbox | None:
+        """The next mailbox that holds something; None after `timeout` seconds."""
+        try:
+            return self._ready.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+
+class LoopWaker:
+    """For tasks of one event loop: one call into the loop a step, however many streams it runs."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)  # waiters keep their loop alive, this must not
+        self._events: dict[Mailbox, asyncio.Event] = {}
+
+    def event(self, mailbox: Mailbox) -> asyncio.Event:
+        """Set whenever the mailbox holds something new; the task that waits clears it."""
+        return self._events.setdefault(mailbox, asyncio.Event())
+
+    def forget(self, mailbox: Mailbox) -> None:
+        self._events.pop(mailbox, None)
+
+    def wake(self, mailboxes: Sequence[Mailbox]) -> None:
+        loop = self._loop()
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it was closed: nobody waits there any more
+                loop.call_soon_threadsafe(self._set, loop, mailboxes)
+
+    def _set(self, loop: asyncio.AbstractEventLoop, mailboxes: Sequence[Mailbox]) -> None:
+        if len(mailboxes) > TASKS_A_TURN:
+            loop.call_soon(self._set, loop, mailboxes[TASKS_A_TURN:])
+        for mailbox in mailboxes[:TASKS_A_TURN]:
+            event = self._events.get(mailbox)
+            if event is not None:
+                event.set()

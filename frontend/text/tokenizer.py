@@ -1,0 +1,277 @@
+"""The text side of one model: encode, decode, chat template, detokenizers. Knows files' contents, not where they lie.
+
+No torch and no transformers in here: a `Tokenizer` wraps `tokenizers.Tokenizer`, whatever it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+from wavecore.engine_core.api.bounds import token_ids
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.text.chat_template import ChatTemplate
+from wavecore.frontend.text.detokenizer import (
+    ByteDetokenizer,
+    ByteTable,
+    Detokenizer,
+    StreamDetokenizer,
+    is_byte_level,
+)
+from wavecore.frontend.text.messages import (
+    ContentMarker,
+    check_messages,
+    check_template_kwargs,
+    cut_behind,
+    map_strings,
+    pick_marker,
+)
+from wavecore.transport.errors import NotSupportedError, ValidationError
+
+MAX_DECODE = 1 << 24  # ids in one call
+MAX_TOKEN_CHARACTERS = 256  # longest run of characters that one token may stand for, for refusing huge texts unread
+
+
+class Encoded(dict[str, Any]):
+    """What calling a tokenizer gives."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Tokenizer and chat template of a model.
+
+    Attributes:
+        backend: the `tokenizers.Tokenizer`.
+        origin: the file it came from, for errors.
+        chat_template: None where the model has none.
+        named_tokens: "bos_token", "eos_token", ... to their text, as a template sees them.
+    """
+
+    backend: tokenizers.Tokenizer
+    origin: str
+    chat_template: ChatTemplate | None = None
+    named_tokens: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.backend.no_truncation()
+        self.backend.no_padding()
+
+    # --- text to ids ---------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            add_special_tokens: put what the tokenizer puts around a text (a leading BOS, say).
+            parse_special: let text that spells a special token become that token; False for text of strangers.
+
+        Raises:
+            ValidationError: not encodable (lone surrogates).
+        """
+        if parse_special:
+            return self._encode(text, add_special_tokens)
+        marker = pick_marker([text])
+        ids = self._encode_marked(self._marker.mark(text, marker), marker)
+        before, after = self._around if add_special_tokens else ([], [])
+        return [*before, *ids, *after]
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
+        """`tokenizer(text)["input_ids"]` and `.input_ids`, as in transformers."""
+        if isinstance(text, str):
+            return Encoded(input_ids=self.encode(text, add_special_tokens))
+        return Encoded(input_ids=[self.encode(t, add_special_tokens) for t in text])
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **chat_template_kwargs: Any,
+    ) -> Any:
+        """Prompt of a conversation, as in transformers: token ids, or its text with `tokenize=False`."""
+        text, ids = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return ids if tokenize else text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+    ) -> tuple[str, list[int]]:
+        """Text and token ids of a conversation; the text of special tokens in contents is plain text in the ids.
+
+        Args:
+            add_generation_prompt: open the assistant's turn.
+            continue_final_message: end inside the last message instead, so that the answer continues it.
+            chat_template: jinja2 source in place of the model's.
+            tools: descriptions of functions, for templates that show them.
+            max_tokens: refuse what is certainly longer before it is encoded.
+            chat_template_kwargs: variables for the template: texts, numbers, true or false.
+
+        Raises:
+            ValidationError: malformed messages, or the template refused them.
+            NotSupportedError: the model has no chat template and none is given.
+        """
+        template = ChatTemplate(chat_template, "the given chat_template") if chat_template else self.chat_template
+        if template is None:
+            raise NotSupportedError(
+                f"{self.origin} has no chat template; give one as chat_template=, or use generate() with a whole prompt"
+            )
+        checked = check_messages(messages)
+        seen: list[str] = []
+        map_strings([checked, tools], seen.append)
+        marker = pick_marker(seen)
+
+        def mark(text: str) -> str:
+            return self._marker.mark(text, marker)
+
+        marked = [{**map_strings(message, mark), "role": message["role"]} for message in checked]
+        variables = {
+            **self.named_tokens,
+            **check_template_kwargs(chat_template_kwargs or {}),
+            "messages": marked,
+            "tools": map_strings(tools, mark) if tools else None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        text = template.render(variables)
+        if continue_final_message:
+            text = cut_behind(text, marked[-1]["content"])
+        if max_tokens is not None:
+            self.check_length(text, max_tokens)
+        return text.replace(marker, ""), self._encode_marked(text, marker)
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Refuse a text that cannot fit, before the time to encode it is spent.
+
+        Raises:
+            ValidationError: longer than any `max_tokens` tokens can be.
+        """
+        if len(text) > max_tokens * MAX_TOKEN_CHARACTERS:
+            raise ValidationError(
+                "prompt", f"{len(text)} characters are more than max_model_len {max_tokens} tokens can hold"
+            )
+
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell each word, at the start of a text and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for spelling in (word.lstrip(), " " + word.lstrip()):
+                ids = tuple(self._encode(spelling, False))
+                if ids:
+                    found[ids] = None
+        return tuple(found)
+
+    # --- ids to text ---------------------------------------------------------------------------------------------
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids without a token are skipped.
+
+        Raises:
+            ValidationError: no list of token ids.
+        """
+        return self.backend.decode(list(token_ids("ids", ids, MAX_DECODE)), skip_special_tokens=skip_special_tokens)
+
+    def decode_token(self, token: int) -> str:
+        """One token on its own, special tokens included, as logprobs show it."""
+        if self.byte_level:
+            entry = self._all_bytes[token]
+            return entry if isinstance(entry, str) else entry.decode("utf-8", "replace")
+        return self.backend.decode([token], skip_special_tokens=False)
+
+    def detokenizer(self, params: SamplingParams, prompt: Sequence[int]) -> Detokenizer:
+        """A fresh detokenizer for one sequence after `prompt`."""
+        if self.byte_level:
+            return ByteDetokenizer(self._visible_bytes if params.skip_special_tokens else self._all_bytes)
+        bare = not (params.skip_special_tokens or params.spaces_between_special_tokens)
+        added = {i: t.content for i, t in self._added.items()} if bare else None
+        return StreamDetokenizer(self.backend, params.skip_special_tokens, prompt, added)
+
+    # --- facts ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def byte_level(self) -> bool:
+        return is_byte_level(self.backend)
+
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        return {i: t.content for i, t in self._added.items() if t.special}
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.named_tokens.get("eos_token")
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.named_tokens.get("bos_token")
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.named_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    @cached_property
+    def _added(self) -> dict[int, tokenizers.AddedToken]:
+        return self.backend.get_added_tokens_decoder()
+
+    @cached_property
+    def _marker(self) -> ContentMarker:
+        return ContentMarker(list(self.special_tokens.values()))
+
+    @cached_property
+    def _visible_bytes(self) -> ByteTable:
+        return ByteTable(self.backend, frozenset(self.special_tokens))
+
+    @cached_property
+    def _all_bytes(self) -> ByteTable:
+        return ByteTable(self.backend, frozenset())
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The ids that `add_special_tokens` puts before and after a text."""
+        whole, plain = self._encode("a", True), self._encode("a", False)
+        at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[:at], whole[at + len(plain) :]
+
+    def _encode_marked(self, text: str, marker: str) -> list[int]:
+        return [i for piece in text.split(marker) if piece for i in self._encode(piece, False)]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeError, TypeError) as error:
+            raise ValidationError("prompt", f"is not valid Unicode text: {error!s:.200}") from error

@@ -1,0 +1,143 @@
+"""Finds and reads the tokenizer, chat template and generation defaults in a model's files. Runs no code from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from wavecore.engine_core.api.gguf_file import read_gguf
+from wavecore.frontend.text.chat_template import ChatTemplate
+from wavecore.frontend.text.gguf_tokenizer import tokenizer_from_gguf
+from wavecore.frontend.text.tokenizer import Tokenizer
+from wavecore.transport.errors import ModelError
+
+MAX_FILE = 256 << 20
+# generation_config.json's name -> SamplingParams'
+GENERATION_DEFAULTS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load from a folder in Hugging Face form, a tokenizer.json or a `.gguf` file.
+
+    Raises:
+        ModelError: nothing there, or files that cannot be read; the message names the file.
+        NotSupportedError: a kind of tokenizer that is not supported.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ModelError(f"tokenizer {path} does not exist; name a folder, a tokenizer.json or a .gguf file")
+    if path.suffix == ".gguf":
+        return _from_gguf(path)
+    folder = path if path.is_dir() else path.parent
+    file = folder / "tokenizer.json" if path.is_dir() else path
+    config = _read_json(folder / "tokenizer_config.json")
+    template = _template(folder, config)
+    named = _named_tokens(config)
+    if not file.exists():
+        return Tokenizer(_from_transformers(folder, config), str(folder), template, named)
+    _check_size(file)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"{file} is not a tokenizer that can be read: {error}") from error
+    return Tokenizer(backend, str(file), template, named)
+
+
+def generation_defaults(path: str | Path) -> dict[str, Any]:
+    """The sampling defaults that a model's authors recommend (generation_config.json), as SamplingParams' fields."""
+    folder = Path(path)
+    values = _read_json(folder / "generation_config.json") if folder.is_dir() else {}
+    found = {ours: values[theirs] for theirs, ours in GENERATION_DEFAULTS.items() if values.get(theirs) is not None}
+    return found if values.get("do_sample", True) else {**found, "temperature": 0.0}
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    metadata = read_gguf(path).metadata
+    backend = tokenizer_from_gguf(str(path), metadata)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    named = {}
+    for ours, theirs in {
+        "bos_token": "bos",
+        "eos_token": "eos",
+        "unk_token": "unknown",
+        "pad_token": "padding",
+    }.items():
+        index = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        if type(index) is int and 0 <= index < len(tokens):
+            named[ours] = tokens[index]
+    source = metadata.get("tokenizer.chat_template")
+    return Tokenizer(backend, str(path), ChatTemplate(source, str(path)) if isinstance(source, str) else None, named)
+
+
+def _from_transformers(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Convert an older form (a SentencePiece or vocab.json + merges.txt) with transformers, which loads torch."""
+    if "auto_map" in config:
+        raise ModelError(f"{folder}: its tokenizer is code that came with the model (auto_map), which is never run")
+    if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
+        raise ModelError(
+            f"{folder} has no tokenizer; give tokenizer=FOLDER (--tokenizer FOLDER) or skip_tokenizer_init=True"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        backend = loaded.backend_tokenizer
+    except Exception as error:  # whatever a conversion raises
+        raise ModelError(
+            f"{folder} holds no tokenizer.json and transformers cannot make one: {error!s:.300}; "
+            "save one with tokenizer.save_pretrained"
+        ) from error
+    assert isinstance(backend, tokenizers.Tokenizer)
+    return backend
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        _check_size(file)
+        return ChatTemplate(file.read_text(encoding="utf-8"), str(file))
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, Mapping)}
+        source = named.get("default")
+    return ChatTemplate(source, str(folder / "tokenizer_config.json")) if isinstance(source, str) else None
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(text, str):
+            named[name] = text
+    return named
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    _check_size(path)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} must hold one JSON object")
+    return values
+
+
+def _check_size(path: Path) -> None:
+    size = path.stat().st_size
+    if size > MAX_FILE:
+        raise ModelError(f"{path} has {size} bytes; the limit is {MAX_FILE}")

@@ -1,0 +1,237 @@
+"""Split-KV attention for rows with one query token, balanced over the GPU whatever the mix of lengths.
+
+A program walks over the rows in its range of the step's tiles (`attention_ranges`), for one key head and the whole
+group of query heads that share it, packed into the rows of the matrix product. A row inside one range is written at
+once; a row cut by a border leaves float32 partials, at most two a program, which a second kernel merges.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wavecore.kernels.attention.ranges import ROW_COST, Ranges, make_ranges
+from wavecore.kernels.attention.shapes import LEAST_BLOCK_D, MAX_GROUP, decode_shape
+from wavecore.kernels.attention.tile import LOG2E, load_tile, softmax_step
+from wavecore.kernels.batch import Batch
+from wavecore.kernels.device import num_multiprocessors
+
+MERGE_BLOCK = 16
+
+
+def decode_attention(
+    out: Tensor,
+    q: Tensor,
+    pages: Tensor,
+    layer: int,
+    batch: Batch,
+    scale: float,
+    soft_cap: float,
+    window: int,
+    zero_padding: bool,
+) -> None:
+    """Write the tokens of rows with one query token into out [T, Hq * D]; zeros for padding tokens if asked."""
+    tokens, heads, dim = q.shape
+    _, num_layers, _, kv_heads, page_size, _ = pages.shape
+    rows = len(batch.seq_lens)
+    assert heads // kv_heads <= MAX_GROUP
+    tile, warps, stages, resident = decode_shape(dim, q.dtype)
+    key = ("decode_ranges", window, heads, tile)
+    if key not in batch.shared:
+        programs = max(1, num_multiprocessors(q.device) * resident // kv_heads)
+        batch.shared[key] = make_ranges(batch, programs, heads, dim, window, tile)
+    ranges: Ranges = batch.shared[key]
+    block_d = max(LEAST_BLOCK_D, triton.next_power_of_2(dim))
+    _decode[(len(ranges.first_row), kv_heads)](
+        q,
+        pages,
+        batch.block_tables,
+        batch.block_tables.stride(0),
+        batch.query_start,
+        batch.seq_lens,
+        ranges.tile_start,
+        ranges.first_row,
+        ranges.size,
+        out,
+        ranges.partial,
+        ranges.weight_log,
+        layer,
+        num_layers,
+        rows,
+        scale * LOG2E,
+        soft_cap * LOG2E,
+        HAS_CAP=soft_cap != 0.0,
+        WINDOW=window,
+        HQ=heads,
+        HKV=kv_heads,
+        DIM=dim,
+        PAGE=page_size,
+        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
+        BLOCK_D=block_d,
+        TILE=tile,
+        ROW_COST=ROW_COST,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    _merge[(max(rows, tokens) if zero_padding else rows, heads)](
+        batch.query_start,
+        ranges.tile_start,
+        ranges.size,
+        ranges.partial,
+        ranges.weight_log,
+        out,
+        rows,
+        tokens,
+        ZERO_PADDING=zero_padding,
+        HQ=heads,
+        DIM=dim,
+        BLOCK_D=block_d,
+        BLOCK_P=MERGE_BLOCK,
+        ROW_COST=ROW_COST,
+        num_warps=1 if dim <= 128 else 2,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride", "layer", "num_layers", "num_rows"])
+def _decode(
+    q_ptr,
+    pages_ptr,
+    tables_ptr,
+    table_stride,
+    query_start_ptr,
+    seq_lens_ptr,
+    tile_start_ptr,
+    first_row_ptr,
+    size_ptr,
+    out_ptr,
+    partial_ptr,
+    weight_log_ptr,
+    layer,
+    num_layers,
+    num_rows,
+    scale,
+    soft_cap,
+    HAS_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    ROW_COST: tl.constexpr,
+):
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    size = tl.load(size_ptr)
+    range_begin = program * size
+    range_end = tl.minimum(range_begin + size, tl.load(tile_start_ptr + num_rows))
+    if range_begin >= range_end:
+        return
+
+    GROUP: tl.constexpr = HQ // HKV
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    here = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    head = kv_head * GROUP + g
+    page_stride = num_layers.to(tl.int64) * (2 * HKV * PAGE * DIM)
+    k_offset = (layer.to(tl.int64) * (2 * HKV) + kv_head) * (PAGE * DIM)
+    v_offset = k_offset + HKV * PAGE * DIM
+
+    row = tl.load(first_row_ptr + program)
+    at = range_begin
+    while at < range_end:
+        row_begin = tl.load(tile_start_ptr + row) + ROW_COST
+        row_end = tl.load(tile_start_ptr + row + 1)
+        at = tl.maximum(at, row_begin)
+        stop = tl.minimum(row_end, range_end)
+        if stop > at:  # rows without tiles (prefill, padding, length 0) lie between
+            length = tl.load(seq_lens_ptr + row)
+            token = tl.load(query_start_ptr + row).to(tl.int64)
+            place = ((token * HQ + head) * DIM)[:, None] + d[None, :]
+            q = tl.load(q_ptr + place, mask=here, other=0.0)
+            table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+            first_key = 0
+            if WINDOW:
+                first_key = tl.maximum(length - WINDOW, 0)
+            tile_offset = first_key // TILE - row_begin
+            acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+            peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_G], tl.float32)
+            for tile in range(at, stop):
+                key = (tile + tile_offset) * TILE + tl.arange(0, TILE)
+                visible = (key < length) & (key >= first_key)  # never empty: every tile of a row holds such keys
+                k = load_tile(pages_ptr, table_ptr, k_offset, page_stride, key, visible, True, PAGE, DIM, BLOCK_D)
+                v = load_tile(pages_ptr, table_ptr, v_offset, page_stride, key, visible, True, PAGE, DIM, BLOCK_D)
+                acc, peak, total = softmax_step(
+                    q, k, v, acc, peak, total, visible[None, :], scale, soft_cap, HAS_CAP, True, GUARD=False
+                )
+            acc = acc / total[:, None]
+            if (at == row_begin) & (stop == row_end):
+                tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=here)
+            else:
+                slot = 2 * program + (at > range_begin).to(tl.int32)
+                partial = slot.to(tl.int64) * HQ + head
+                tl.store(partial_ptr + (partial * DIM)[:, None] + d[None, :], acc, mask=here)
+                tl.store(weight_log_ptr + partial, peak + tl.log2(total), mask=g < GROUP)
+        at = tl.maximum(range_begin, row_end)
+        row += 1
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _merge(
+    query_start_ptr,
+    tile_start_ptr,
+    size_ptr,
+    partial_ptr,
+    weight_log_ptr,
+    out_ptr,
+    num_rows,
+    num_tokens,
+    ZERO_PADDING: tl.constexpr,
+    HQ: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    ROW_COST: tl.constexpr,
+):
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    kind = out_ptr.dtype.element_ty
+    if ZERO_PADDING:
+        padding = (index < num_tokens) & (index >= tl.load(query_start_ptr + num_rows))
+        target = out_ptr + (index.to(tl.int64) * HQ + head) * DIM + d
+        tl.store(target, tl.zeros([BLOCK_D], kind), mask=padding & (d < DIM))
+    if index >= num_rows:
+        return
+    token = tl.load(query_start_ptr + index)
+    after = tl.load(query_start_ptr + index + 1)
+    begin = tl.load(tile_start_ptr + index) + ROW_COST
+    end = tl.load(tile_start_ptr + index + 1)
+    size = tl.load(size_ptr)
+    first = begin // size
+    last = tl.where(end > begin, (end - 1) // size, first - 1)  # a row of length 0 has no range: zero remains
+    if (after - token != 1) | (first == last):
+        return
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    peak = float("-inf")
+    total = 0.0
+    for start in range(first, last + 1, BLOCK_P):
+        program = start + tl.arange(0, BLOCK_P)
+        there = program <= last
+        slot = 2 * program + (begin > program * size).to(tl.int32)  # only the first range can begin with another row
+        place = slot.to(tl.int64) * HQ + head
+        weight_log = tl.load(weight_log_ptr + place, mask=there, other=float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(weight_log))
+        weight = tl.exp2(weight_log - new_peak)
+        shrink = tl.exp2(peak - new_peak)
+        mask = there[:, None] & (d < DIM)[None, :]
+        part = tl.load(partial_ptr + (place * DIM)[:, None] + d[None, :], mask=mask, other=0.0)
+        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+        total = total * shrink + tl.sum(weight)
+        peak = new_peak
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + (token.to(tl.int64) * HQ + head) * DIM + d, acc.to(kind), mask=d < DIM)

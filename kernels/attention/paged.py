@@ -1,0 +1,37 @@
+"""Paged attention on a GPU: rows with one query token take the split-KV kernel, longer rows the prefill kernel.
+
+Both launch on the whole batch and skip the rows of the other, so nothing depends on lengths that only the device
+knows. Every output element is written exactly once, padding as zero.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from wavecore.kernels.attention.decode import decode_attention
+from wavecore.kernels.attention.prefill import prefill_attention
+from wavecore.kernels.batch import Batch
+
+
+def paged_attention(
+    q: Tensor,
+    pages: Tensor,
+    layer: int,
+    batch: Batch,
+    scale: float,
+    soft_cap: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """See `reference.paged_attention`; q and pages are contiguous."""
+    tokens, heads, dim = q.shape
+    assert q.is_contiguous() and pages.is_contiguous() and batch.block_tables.stride(1) == 1
+    assert dim == pages.shape[5] and heads % pages.shape[3] == 0
+    out = q.new_empty(tokens, heads * dim)
+    if not tokens:
+        return out
+    prefill = batch.max_query_len > 1
+    if prefill:
+        prefill_attention(out, q, pages, layer, batch, scale, soft_cap, window)
+    if batch.num_decode_rows or not prefill:
+        decode_attention(out, q, pages, layer, batch, scale, soft_cap, window, zero_padding=not prefill)
+    return out

@@ -1,0 +1,172 @@
+"""Torch twin of sampling. Draws the same numbers as the kernel: the random bits are integers, hashed the same way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wavecore.kernels.sampling.rows import SEEN_IN_PROMPT, SamplingRows
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below it are greedy: dividing by them could overflow."""
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # 2**32 / phi, and the two factors of MurmurHash3's fmix32
+FEW = 1024
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """Draw one token a row: argmax of logit / temperature + Gumbel noise over the tokens that truncation keeps.
+
+    The order is bias and bans, allowed tokens, penalties, temperature, min_p, top_k, top_p. Of tokens with
+    equal logits at the border of top_k or top_p all are kept. The noise depends on (seed, choice, position, token).
+
+    Args:
+        logits: [R, V], float32, bfloat16 or float16; bias and bans change it in place.
+        rows: see there; drawn tokens are written to `token_ids` and `counts`.
+
+    Returns:
+        tokens int32 [R], -1 where slot is -1; faults uint8 [R], 1 where a row that samples holds NaN or no
+        finite maximum (its token means nothing).
+    """
+    live = (rows.slots >= 0).nonzero().flatten()
+    slots = rows.slots[live].long()
+    positions = rows.positions[live]
+    if rows.edits:
+        _edit(logits, rows, live.tolist())
+    x = (logits if len(live) == len(logits) else logits[live]).float()
+    x = _mask_allowed(x, rows, slots)
+    x = _penalise(x, rows, slots)
+    top = x.amax(-1)
+    bad = ~torch.isfinite(top)  # amax passes NaN on
+    temperature = rows.temperature[slots]
+    hot = (temperature >= GREEDY_BELOW).nonzero().flatten()
+    if len(hot):
+        if len(hot) < len(x):
+            drawn = x.argmax(-1)
+            drawn[hot] = _draw(x[hot], rows, slots[hot], positions[hot])
+        else:
+            drawn = _draw(x, rows, slots, positions)
+    else:
+        drawn = x.argmax(-1)
+    tokens = torch.full((len(logits),), -1, dtype=torch.int32, device=logits.device)
+    faults = torch.zeros(len(logits), dtype=torch.uint8, device=logits.device)
+    tokens[live] = drawn.int()
+    faults[live] = bad.to(torch.uint8)
+    inside = positions < rows.token_ids.shape[1]
+    rows.token_ids[slots[inside], positions[inside].long()] = drawn.int()[inside]
+    counted = rows.count_row[slots]
+    keep = counted >= 0
+    rows.counts[counted[keep].long(), drawn[keep]] += 1
+    return tokens, faults
+
+
+def _draw(x: Tensor, rows: SamplingRows, slots: Tensor, positions: Tensor) -> Tensor:
+    x = x / rows.temperature[slots, None]
+    if rows.truncates:
+        x = _truncate(x, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
+    return (x + gumbel(rows.seed[slots], rows.choice[slots], positions, x.shape[1])).argmax(-1)
+
+
+def _edit(logits: Tensor, rows: SamplingRows, live: list[int]) -> None:
+    for row in live:
+        slot, position = int(rows.slots[row]), int(rows.positions[row])
+        begin, end = rows.bias_range[slot].tolist()
+        if end > begin:
+            now = rows.bias_until[begin:end] > position
+            ids, values = rows.bias_ids[begin:end][now].long(), rows.bias_values[begin:end][now]
+            ban = values == -torch.inf
+            added = ids[~ban]
+            logits[row, added] = (logits[row, added].float() + values[~ban]).to(logits.dtype)
+            logits[row, ids[ban]] = -torch.inf
+        for word in range(*rows.word_range[slot].tolist()):
+            tokens = rows.word_tokens[rows.word_start[word] : rows.word_start[word + 1]]
+            before = len(tokens) - 1
+            if before <= position and torch.equal(rows.token_ids[slot, position - before : position], tokens[:-1]):
+                logits[row, tokens[-1].long()] = -torch.inf
+
+
+def _mask_allowed(x: Tensor, rows: SamplingRows, slots: Tensor) -> Tensor:
+    mask_row = rows.allowed_row[slots].long()
+    if not bool((mask_row >= 0).any()):
+        return x
+    token = torch.arange(x.shape[1], device=x.device)
+    allowed = (rows.allowed[mask_row.clamp(min=0)][:, token // 32] >> (token % 32).int()) & 1
+    return x.masked_fill((allowed == 0) & (mask_row >= 0)[:, None], -torch.inf)
+
+
+def _penalise(x: Tensor, rows: SamplingRows, slots: Tensor) -> Tensor:
+    count_row = rows.count_row[slots].long()
+    chosen = (count_row >= 0).nonzero().flatten()
+    if not len(chosen):
+        return x
+    slots = slots[chosen]
+    counts, part = rows.counts[count_row[chosen]], x[chosen]
+    repetition = rows.repetition_penalty[slots, None]
+    part = torch.where(counts > 0, torch.where(part > 0, part / repetition, part * repetition), part)
+    output = counts & (SEEN_IN_PROMPT - 1)
+    part = part - rows.frequency_penalty[slots, None] * output
+    part = part - rows.presence_penalty[slots, None] * (output > 0)
+    return x.index_copy(0, chosen, part)
+
+
+def _truncate(x: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Set to -inf what min_p, then top_k, then top_p drop of x [N, V] (already divided by temperature)."""
+    vocab = x.shape[1]
+    use_k, use_p = (top_k > 0) & (top_k < vocab), top_p < 1
+    peak = x.amax(-1, keepdim=True)
+    floor = torch.where(min_p > 0, peak[:, 0] + torch.log(min_p), -torch.inf)
+    if bool((use_k | use_p).any()):
+        # A full sort is what costs here, and the largest few logits are nearly always enough.
+        few = min(vocab, max(FEW, int(torch.where(use_k, top_k, 0).max())))
+        for width in (few, vocab):
+            best = x.topk(width).values if width < vocab else x.sort(-1, descending=True).values
+            floor_k = torch.where(use_k, _at(best, top_k - 1), -torch.inf).maximum(floor)
+            need = top_p * torch.exp(x - peak).masked_fill_(x < floor_k[:, None], 0.0).sum(-1)
+            mass = torch.exp(best - peak).masked_fill_(best < floor_k[:, None], 0.0).cumsum(-1)
+            if width == vocab or bool((~use_p | (mass[:, -1] >= need)).all()):
+                break
+        nucleus = (mass < need[:, None]).sum(-1)  # index of the token whose mass reaches top_p
+        floor = torch.where(use_p, _at(best, nucleus), -torch.inf).maximum(floor_k)
+    return x.masked_fill(x < floor[:, None], -torch.inf)
+
+
+def _at(values: Tensor, column: Tensor) -> Tensor:
+    """values[i, column[i]], columns clamped into range."""
+    return values.gather(1, column.clamp(min=0, max=values.shape[1] - 1).long()[:, None])[:, 0]
+
+
+def gumbel(seed: Tensor, choice: Tensor, position: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise, float32 [N, vocab], from int64 seeds and int32 choices and positions [N]."""
+    low = _fmix32((seed & 0xFFFFFFFF) ^ _fmix32((choice.long() + 1) * GOLDEN))
+    high = _fmix32(((seed >> 32) & 0xFFFFFFFF) ^ _fmix32((position.long() + 1) * MIX_1))
+    key_1 = _fmix32(low ^ (high * GOLDEN))
+    key_2 = _fmix32(high ^ (low * MIX_2))
+    token = torch.arange(vocab, dtype=torch.int32, device=seed.device)
+    bits = _fmix32_int32(token * _signed(GOLDEN) ^ key_1.int()[:, None])
+    bits = _fmix32_int32(bits ^ key_2.int()[:, None])
+    return gumbel_of_bits(bits)
+
+
+def gumbel_of_bits(bits: Tensor) -> Tensor:
+    """-log(-log(1 - v)) with v uniform in (0, 1), from int32 bits; v is finest near 0, where the noise is large."""
+    v = (((bits >> 8) & 0xFFFFFF).float() + 0.5) * 2.0**-24
+    v = v.clamp(max=1.0 - 2.0**-24)
+    return -torch.log(-torch.log1p(-v))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _fmix32(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser on int64 that holds uint32 values in its low half."""
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * MIX_1) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * MIX_2) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _fmix32_int32(x: Tensor) -> Tensor:
+    """The same on int32, whose products wrap; masks make the arithmetic shifts logical."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(MIX_1)
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * _signed(MIX_2)
+    return x ^ ((x >> 16) & 0xFFFF)

@@ -1,0 +1,176 @@
+"""The floor of truncation: the smallest logit that min_p, top_k and top_p keep. Nothing is sorted.
+
+1. The largest logit of every GROUP tokens, in parallel.
+2. A threshold: the m-th largest of these, m at least top_k. At least m tokens reach it, and of tokens in random order
+   about -n log(1 - m / n), n being the number of groups.
+3. The tokens that reach it are collected in parallel; the probability mass of all is added up on the way.
+4. A bisection over the collected few finds the floor. Where they do not hold the nucleus of top_p (a very flat
+   distribution) or are too many (thousands of equal logits), the whole row is searched instead.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wavecore.kernels.sampling.search import largest_reaching, mass, ordered, search_row, unordered
+from wavecore.kernels.sampling.values import EXACT, Values, limits_top_k, row_values, truncates
+
+GROUP = 128
+CAPACITY = 4096
+"""Candidates kept at most."""
+SEARCH_BLOCK = 8192
+"""Tokens read at once where a whole row is searched by one program."""
+WANTED_K, WANTED_P = 512, 3072
+"""Candidates aimed at where top_k bounds their number, and where nothing does."""
+
+
+def find_floor(values: Values, block: int) -> Tensor:
+    """float32 [R], in units of logit / temperature; -inf for rows that keep all tokens.
+
+    Args:
+        block: tokens a program handles.
+    """
+    device, count = values.slots.device, len(values.slots)
+    groups = triton.cdiv(values.vocab, GROUP)
+    peaks = torch.empty(count, groups, dtype=torch.float32, device=device)
+    peak = torch.empty(count, dtype=torch.float32, device=device)
+    threshold = torch.empty(count, dtype=torch.float32, device=device)
+    total = torch.zeros(count, dtype=torch.int64, device=device)
+    found = torch.zeros(count, dtype=torch.int32, device=device)
+    candidates = torch.empty(count, CAPACITY, dtype=torch.float32, device=device)
+    floor = torch.empty(count, dtype=torch.float32, device=device)
+    grid = (count, triton.cdiv(values.vocab, block))
+    _group_peaks[grid](values, peaks, groups, GROUP=GROUP, BLOCK=block, **EXACT)
+    goals = [max(1, int(groups * (1 - math.exp(-wanted / groups)))) for wanted in (WANTED_K, WANTED_P)]
+    _threshold[(count,)](values, peaks, groups, peak, threshold, *goals, BLOCK=triton.next_power_of_2(groups), **EXACT)
+    _collect[grid](values, peak, threshold, total, found, candidates, CAPACITY=CAPACITY, BLOCK=block, **EXACT)
+    _search[(count,)](
+        values,
+        peak,
+        threshold,
+        total,
+        found,
+        candidates,
+        floor,
+        CAPACITY=CAPACITY,
+        BLOCK=SEARCH_BLOCK,
+        num_warps=16,
+        **EXACT,
+    )
+    return floor
+
+
+@triton.jit
+def _group_peaks(v, peaks_ptr, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    slot = tl.load(v.slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    if truncates(v, slot):
+        x = row_values(v, row, slot, part * BLOCK + tl.arange(0, BLOCK))
+        x = tl.where(x == x, x, float("-inf"))
+        group = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        peaks = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
+        tl.store(peaks_ptr + row.to(tl.int64) * groups + group, peaks, mask=group < groups)
+
+
+@triton.jit
+def _threshold(v, peaks_ptr, groups, peak_ptr, threshold_ptr, goal_k, goal_p, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    slot = tl.load(v.slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    if truncates(v, slot):
+        group = tl.arange(0, BLOCK)
+        inside = group < groups
+        value = tl.load(peaks_ptr + row.to(tl.int64) * groups + group, mask=inside, other=float("-inf"))
+        peak = tl.max(value)
+        goal = tl.where(limits_top_k(v, slot), tl.maximum(goal_k, tl.load(v.top_k + slot)), goal_p)
+        lowest = ordered(tl.min(tl.where(inside, value, float("inf"))))
+        key = largest_reaching(ordered(value), inside.to(tl.int32), goal, lowest, ordered(peak))
+        # with fewer groups than tokens wanted no threshold promises enough: take all
+        threshold = tl.where(goal <= groups, unordered(key), float("-inf"))
+        min_p = tl.load(v.min_p + slot)
+        if min_p > 0.0:
+            threshold = tl.maximum(threshold, peak + tl.log(min_p))
+        tl.store(peak_ptr + row, peak)
+        tl.store(threshold_ptr + row, threshold)
+
+
+@triton.jit
+def _collect(
+    v, peak_ptr, threshold_ptr, total_ptr, found_ptr, candidates_ptr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    slot = tl.load(v.slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    if truncates(v, slot):
+        x = row_values(v, row, slot, part * BLOCK + tl.arange(0, BLOCK))
+        if tl.load(v.top_p + slot) < 1.0:
+            peak = tl.load(peak_ptr + row)
+            kept = x
+            min_p = tl.load(v.min_p + slot)
+            if min_p > 0.0:
+                kept = tl.where(x >= peak + tl.log(min_p), x, float("-inf"))
+            tl.atomic_add(total_ptr + row, tl.sum(mass(kept, peak)))
+        chosen = (x >= tl.load(threshold_ptr + row)) & (x > float("-inf"))
+        one = chosen.to(tl.int32)
+        place = tl.atomic_add(found_ptr + row, tl.sum(one)) + tl.cumsum(one) - one
+        tl.store(candidates_ptr + row.to(tl.int64) * CAPACITY + place, x, mask=chosen & (place < CAPACITY))
+
+
+@triton.jit
+def _search(
+    v,
+    peak_ptr,
+    threshold_ptr,
+    total_ptr,
+    found_ptr,
+    candidates_ptr,
+    floor_ptr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(v.slots + row).to(tl.int64)
+    tl.store(floor_ptr + row, float("-inf"))
+    if slot < 0:
+        return
+    if truncates(v, slot):
+        peak = tl.load(peak_ptr + row)
+        low = ordered(tl.load(threshold_ptr + row))
+        high = ordered(peak)
+        min_p = tl.load(v.min_p + slot)
+        top_p = tl.load(v.top_p + slot)
+        first_floor = tl.where(min_p > 0.0, peak + tl.log(min_p), float("-inf"))
+        floor = first_floor
+        found = tl.load(found_ptr + row)
+        lane = tl.arange(0, CAPACITY)
+        inside = lane < found
+        x = tl.load(candidates_ptr + row.to(tl.int64) * CAPACITY + lane, mask=inside, other=float("-inf"))
+        key = ordered(x)
+        enough = found <= CAPACITY
+        if enough & limits_top_k(v, slot):
+            # min_p can leave fewer candidates than top_k: then the search ends at its floor
+            key_k = largest_reaching(key, inside.to(tl.int32), tl.load(v.top_k + slot), low, high)
+            floor = tl.maximum(floor, unordered(key_k))
+        if enough & (top_p < 1.0):
+            weight = tl.where(x >= floor, mass(x, peak), 0)
+            held = tl.sum(weight)
+            total = held
+            if limits_top_k(v, slot) == 0:
+                total = tl.load(total_ptr + row)
+            goal = (total.to(tl.float64) * top_p).to(tl.int64)
+            enough = held >= goal
+            floor = tl.maximum(floor, unordered(largest_reaching(key, weight, goal, low, high)))
+        if enough == 0:
+            floor = search_row(v, row, slot, first_floor, peak, BLOCK)
+        tl.store(floor_ptr + row, floor)

@@ -1,0 +1,100 @@
+"""Logits of a row as sampling sees them: allowed, penalised, divided by the temperature."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wavecore.kernels.reference.sampling import GREEDY_BELOW
+from wavecore.kernels.sampling.rows import SEEN_IN_PROMPT, SamplingRows
+
+_GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
+_OUTPUT_COUNT = tl.constexpr(SEEN_IN_PROMPT - 1)
+
+EXACT = {"enable_fp_fusion": False}
+"""Launch option of every kernel that computes `row_values`. Each computes them anew; a multiply-add fused in one
+kernel and not in another would differ in the last bit, and a floor found by the one could drop every token in the
+other."""
+
+
+class Values(NamedTuple):
+    """What every kernel of sampling gets: the logits and the parameters by slot, as in `SamplingRows`."""
+
+    logits: Tensor
+    stride: int
+    vocab: int
+    slots: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    count_row: Tensor
+    counts: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    allowed_row: Tensor
+    allowed: Tensor
+    allowed_stride: int
+
+
+def values_of(logits: Tensor, rows: SamplingRows) -> Values:
+    return Values(
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        rows.slots,
+        rows.temperature,
+        rows.top_k,
+        rows.top_p,
+        rows.min_p,
+        rows.count_row,
+        rows.counts,
+        rows.repetition_penalty,
+        rows.frequency_penalty,
+        rows.presence_penalty,
+        rows.allowed_row,
+        rows.allowed,
+        rows.allowed.stride(0),
+    )
+
+
+@triton.jit
+def is_greedy(v, slot):
+    return tl.load(v.temperature + slot) < _GREEDY_BELOW
+
+
+@triton.jit
+def limits_top_k(v, slot):
+    top_k = tl.load(v.top_k + slot)
+    return (top_k > 0) & (top_k < v.vocab)
+
+
+@triton.jit
+def truncates(v, slot):
+    """Whether a row drops tokens by min_p, top_k or top_p."""
+    asks = (tl.load(v.min_p + slot) > 0.0) | (tl.load(v.top_p + slot) < 1.0) | limits_top_k(v, slot)
+    return asks & (is_greedy(v, slot) == 0)
+
+
+@triton.jit
+def row_values(v, row, slot, token):
+    """float32 values of some tokens, -inf behind the vocabulary."""
+    inside = token < v.vocab
+    x = tl.load(v.logits + row.to(tl.int64) * v.stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    allowed_row = tl.load(v.allowed_row + slot).to(tl.int64)
+    if allowed_row >= 0:
+        word = tl.load(v.allowed + allowed_row * v.allowed_stride + token // 32, mask=inside, other=0)
+        x = tl.where(((word >> (token % 32)) & 1) == 1, x, float("-inf"))
+    count_row = tl.load(v.count_row + slot).to(tl.int64)
+    if count_row >= 0:
+        count = tl.load(v.counts + count_row * v.vocab + token, mask=inside, other=0)
+        repetition = tl.load(v.repetition + slot)
+        x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
+        output = count & _OUTPUT_COUNT
+        x -= tl.load(v.frequency + slot) * output.to(tl.float32)
+        x -= tl.where(output > 0, tl.load(v.presence + slot), 0.0)
+    return x / tl.where(is_greedy(v, slot), 1.0, tl.load(v.temperature + slot))

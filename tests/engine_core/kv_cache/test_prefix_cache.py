@@ -1,0 +1,266 @@
+"""Shared prefixes: what is found, what is copied, what must not be shared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.support.scheduler_driver import Driver, make_add
+
+from wavecore.engine_core.execution.scripted_runner import Script
+from wavecore.engine_core.startup.loader import choose_block_size
+from wavecore.transport.wire.messages import FinishReason, TensorFrame
+
+SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=256, num_host_blocks=40)
+LONG = [int(t) for t in np.random.default_rng(0).integers(1, 97, 40)]
+
+
+def driver(**config: object) -> Driver:
+    return Driver(SCRIPT, **{"block_size": 4, "num_gpu_blocks_override": 100, **config})
+
+
+def cached(d: Driver, handle: int) -> int:
+    return int(d.extras[handle]["cached_tokens"])
+
+
+def test_a_second_request_computes_only_what_differs() -> None:
+    d = driver()
+    d.add(0, [*LONG, 1, 2], max_tokens=2)
+    d.run()
+    before = d.core.life.totals.prompt_tokens
+    d.add(1, [*LONG, 3, 4], max_tokens=2)
+    d.run()
+    d.check_all()
+    assert (cached(d, 0), cached(d, 1)) == (0, 40)
+    assert d.core.life.totals.prompt_tokens - before == 2
+
+
+def test_a_prompt_that_is_cached_whole_copies_its_last_block() -> None:
+    """All 10 blocks are there; only the last token runs, in a copy of the block that holds it."""
+    d = driver()
+    for handle in range(2):
+        d.add(handle, LONG, max_tokens=6)
+        d.run()
+    d.check_all()
+    assert cached(d, 1) == 39
+
+
+def test_requests_of_one_step_share_what_it_computes() -> None:
+    d = driver(max_num_batched_tokens=4096)
+    for handle in range(4):
+        d.add(handle, [*LONG, handle], max_tokens=3)
+    d.run()
+    d.check_all()
+    assert [cached(d, handle) for handle in range(4)] == [0, 40, 40, 40]
+
+
+def test_output_is_found_again_once_its_ids_are_known() -> None:
+    """A chat's next turn: prompt + answer + more."""
+    d = driver()
+    d.add(0, LONG[:10], max_tokens=20, seed=1)
+    d.run()
+    d.add(1, LONG[:10] + d.outputs[0] + [5], max_tokens=3)
+    d.run()
+    d.check_all()
+    assert cached(d, 1) == 28  # of 30; the last output token never ran
+
+
+@pytest.mark.parametrize(("one", "other", "found"), [("", "a", 0), ("a", "b", 0), ("a", "a", 40), ("", "", 40)])
+def test_salts_isolate(one: str, other: str, found: int) -> None:
+    """The same salt hits, so a cache that is off cannot pass."""
+    d = driver()
+    for handle, salt in enumerate((one, other)):
+        d.add(handle, [*LONG, 1], {"cache_salt": salt} if salt else {}, max_tokens=1)
+        d.run()
+    assert cached(d, 1) == found
+
+
+def test_prompt_embeds_are_part_of_the_name() -> None:
+    d = driver()
+    for handle, value in enumerate((0.0, 1.0, 1.0)):
+        embeds = TensorFrame("float32", (9, 8), np.full((9, 8), value, np.float32).tobytes())
+        d.add(handle, LONG[:9], embeds=embeds, max_tokens=1)
+        d.run()
+    assert [cached(d, handle) for handle in range(3)] == [0, 0, 8]
+
+
+def test_prompt_logprobs_bypass_the_cache_where_positions_are_needed() -> None:
+    """The second run reports the same as the first."""
+    d = driver(max_num_batched_tokens=300)
+    for handle in range(2):
+        d.add(handle, LONG, max_tokens=2, prompt_logprobs=2, logprobs=1)
+        d.run()
+    d.check_all()
+    assert cached(d, 1) == 0
+    first, second = (d.frames[handle]["prompt_logprobs"] for handle in range(2))
+    assert first == second
+    ids = np.frombuffer(first[0].buffer, np.int32).reshape(first[0].shape)
+    assert first[0].shape == (39, 3) and ids[:, 0].tolist() == LONG[1:]
+    assert [frame.shape for frame in d.frames[0]["logprobs"]] == [(1, 2), (1, 2), (1,)] * 2
+
+
+@pytest.mark.parametrize("swap", [0.0, 1.0])
+def test_prompt_logprobs_come_once_under_preemption(swap: float) -> None:
+    d = driver(num_gpu_blocks_override=16, max_num_batched_tokens=9, max_num_seqs=4, swap_space_gib=swap)
+    for handle in range(4):
+        d.add(handle, [handle, *LONG[:20]], max_tokens=20, prompt_logprobs=0)
+    d.add(9, LONG[:30], {"priority": 5}, max_tokens=0, prompt_logprobs=0)
+    d.run()
+    assert d.core.life.totals.preemptions > 0
+    for handle in range(4):
+        ids = np.frombuffer(d.frames[handle]["prompt_logprobs"][0].buffer, np.int32)
+        assert ids.tolist() == LONG[:20]
+    assert np.frombuffer(d.frames[9]["prompt_logprobs"][0].buffer, np.int32).tolist() == LONG[1:30]
+
+
+def test_a_prompt_may_be_scored_without_output() -> None:
+    """max_tokens=0 with prompt_logprobs: no token comes, the log-probabilities do."""
+    d = driver()
+    d.add(0, LONG, max_tokens=0, prompt_logprobs=1)
+    d.run()
+    assert d.outputs[0] == [] and d.finish[0] is FinishReason.LENGTH
+    assert d.frames[0]["prompt_logprobs"][0].shape == (39, 2)
+
+
+def test_choices_share_the_prompt() -> None:
+    """Every choice has its own tokens; cached tokens are counted once, with the first."""
+    for n in (2, 5):
+        d = driver(enable_prefix_caching=False)
+        d.add(0, LONG[:38], max_tokens=9, n=n, seed=4)
+        d.run()
+        d.check_all()
+        assert len({tuple(d.outputs[handle]) for handle in range(n)}) == n
+        assert d.core.life.totals.prompt_tokens == 38 + n - 1
+        assert ["cached_tokens" in d.extras[handle] for handle in range(n)] == [True] + [False] * (n - 1)
+
+
+def test_choices_go_on_when_the_first_one_ends_early() -> None:
+    d = driver(max_num_batched_tokens=8, max_num_seqs=8)
+    d.add(0, LONG, max_tokens=4, n=4, seed=1)
+    d.step()
+    d.core.abort(b"c" * 16, [0])
+    d.run()
+    for handle in range(1, 4):
+        assert (d.outputs[handle], d.finish[handle]) == d.expected(handle)
+
+
+def test_evicted_prefixes_come_back_from_host_memory() -> None:
+    d = driver(num_gpu_blocks_override=12, swap_space_gib=1.0)
+    d.add(0, LONG, max_tokens=1)
+    d.run()
+    d.add(1, [90, *LONG[:38]], max_tokens=1)  # evicts nearly everything
+    d.run()
+    before = d.core.life.totals.prompt_tokens
+    d.add(2, LONG, max_tokens=3)
+    d.run()
+    d.check_all()
+    assert cached(d, 2) >= 36 and d.core.life.totals.prompt_tokens - before <= 4
+
+
+def test_a_block_is_copied_to_the_host_once_and_before_anybody_needs_its_place() -> None:
+    d = driver(swap_space_gib=1.0)
+    d.add(0, LONG, max_tokens=9)
+    d.run()
+    assert d.core.life.kv.host.num_cached == 12  # 48 tokens were computed
+    d.add(1, LONG, max_tokens=2)
+    d.run()
+    assert d.core.life.kv.host.num_cached == 12 and len(d.runner.swapped_out) == 12
+
+
+def test_the_host_forgets_blocks_of_a_request_that_went_wrong() -> None:
+    script = Script(vocab_size=97, eos_token_id=[], num_host_blocks=40, faults={"nan_token": 96})
+    d = Driver(script, block_size=4, num_gpu_blocks_override=100, swap_space_gib=1.0, max_num_seqs=8)
+    d.add(0, LONG[1:], max_tokens=3)
+    d.add(1, [96, *LONG], max_tokens=3)
+    d.run()
+    assert d.finish[1] is FinishReason.ERROR
+    assert d.core.life.kv.device.num_cached == d.core.life.kv.host.num_cached == 10  # those of the good one
+
+
+def test_swapping_that_does_not_pay_is_not_done() -> None:
+    d = Driver(
+        Script(vocab_size=97, eos_token_id=[], num_host_blocks=40, swap_block_seconds=10.0),
+        block_size=4, num_gpu_blocks_override=9, max_num_seqs=8, swap_space_gib=1.0,
+    )  # fmt: skip
+    for handle in range(6):
+        d.add(handle, LONG[handle : handle + 12], max_tokens=18)
+    d.run()
+    d.check_all()
+    totals = d.core.life.totals
+    assert totals.preemptions > 0 and totals.swapped_tokens == 0
+
+
+def test_reset_forgets_everything_and_disturbs_nobody() -> None:
+    d = driver(num_gpu_blocks_override=20, swap_space_gib=1.0)
+    d.add(0, LONG, max_tokens=30)
+    for handle in range(1, 4):
+        d.add(handle, LONG[:8], max_tokens=30)
+    for _ in range(12):
+        d.step()
+    assert d.core.utility("reset_prefix_cache", {}) == (True, [])
+    assert d.core.life.kv.device.num_cached == d.core.life.kv.host.num_cached == 0
+    d.run()
+    d.check_all()
+    d.core.reset_prefix_cache()
+    d.add(9, LONG, max_tokens=1)
+    d.run()
+    assert cached(d, 9) == 0
+
+
+def test_after_a_reset_old_and_new_content_never_mix() -> None:
+    """A request that ran before a reset, for instance of the weights, shares nothing that it computes afterwards."""
+    d = driver()
+    d.add(0, LONG, max_tokens=30)
+    for _ in range(3):
+        d.step()
+    d.core.reset_prefix_cache()
+    d.run()
+    assert d.core.life.kv.device.num_cached == 0
+
+
+@pytest.mark.parametrize("swap", [0.0, 1.0])
+def test_choices_and_swapped_requests_carry_nothing_over_a_reset(swap: float) -> None:
+    d = driver(num_gpu_blocks_override=14, swap_space_gib=swap, max_num_seqs=2, scheduling_policy="priority")
+    d.add(0, LONG[:13], {"priority": 1}, max_tokens=25, n=4)
+    for _ in range(4):
+        d.step()
+    old = set(d.core.life.slots.at(0).blocks)
+    d.core.reset_prefix_cache()
+    d.add(9, LONG[20:], {"priority": 0}, max_tokens=20)  # pushes one out
+    while d.core.has_work:
+        d.step()
+        request = d.core.life.by_client.get(b"c" * 16, {}).get(0)
+        if request is not None and request.stale:
+            assert not any(d.core.life.kv.device.hash_of(block) for block in old & set(request.blocks))
+    d.check_all()
+    assert d.core.life.totals.preemptions > 0
+
+
+def test_a_copy_never_reads_what_its_own_step_writes() -> None:
+    """A resumed first choice may hold blocks that another row of this very plan computes: copies run before rows."""
+    d = driver()
+    kv = d.core.life.kv
+    row, first, fork = (d.core.admit(make_add(i, LONG[:n])) for i, n in enumerate((20, 17, 15)))
+    assert kv.admit(row, None, 0) == (0, False)
+    kv.register(row, 20)
+    assert kv.admit(first, None, 0) == (16, False)
+    assert kv.admit(fork, first, 0) == (12, False)
+    assert kv.take_events().copies == []
+
+
+def test_embeddings_end_with_their_vector() -> None:
+    d = driver(max_num_batched_tokens=16, max_num_seqs=4)
+    for handle, kind in enumerate(("mean", "last", "mean")):
+        d.add(handle, LONG, {"pooling": kind})
+        d.run()
+    assert all(d.finish[handle] is FinishReason.STOP and d.outputs[handle] == [] for handle in range(3))
+    vectors = [np.frombuffer(d.frames[handle]["pooled"][0].buffer, np.float32) for handle in range(3)]
+    assert vectors[0].shape == (8,) and (vectors[0] == vectors[2]).all()
+    assert [cached(d, handle) for handle in range(3)] == [0, 39, 0]  # the mean needs every position
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_token", "size"),
+    [(1, 128), (23_040, 128), (46_080, 64), (114_688, 32), (131_072, 16), (1 << 24, 16)],
+)
+def test_block_size_follows_the_model(bytes_per_token: int, size: int) -> None:
+    assert choose_block_size(bytes_per_token) == size

@@ -1,0 +1,113 @@
+"""What an operator can ask the engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+import pytest
+from tests.support.scheduler_driver import Driver
+
+from wavecore.engine_core.execution.scripted_runner import Script
+from wavecore.engine_core.loop import stats, trace
+from wavecore.transport.errors import ValidationError
+
+SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=512)
+
+
+def busy(**config: object) -> Driver:
+    driver = Driver(SCRIPT, **{"max_num_seqs": 1, **config})
+    driver.add(0, [1] * 40, max_tokens=9, n=2)
+    driver.add(2, [2] * 5, max_tokens=9)
+    driver.add(3, [2] * 6, max_tokens=9)
+    driver.step()
+    return driver
+
+
+def test_why_is_my_request_waiting() -> None:
+    driver = busy(max_num_batched_tokens=16)
+    entries, _ = driver.core.utility("debug_requests", {})
+    by_handle = {entry["handle"]: entry for entry in entries}
+    assert {handle: entry["state"] for handle, entry in by_handle.items()} == {
+        0: "running", 1: "forking", 2: "waiting", 3: "waiting",
+    }  # fmt: skip
+    assert "compute the prompt that they share" in by_handle[1]["reason"]
+    assert "budget of 16" in by_handle[2]["reason"] and by_handle[3]["reason"] == "1 requests are ahead of it"
+    for _ in range(3):
+        driver.step()
+    entries, _ = driver.core.utility("debug_requests", {"limit": 2})
+    assert len(entries) == 2 and entries[0]["output_tokens"] == 1 and entries[0]["age"] >= 0
+    assert "places (max_num_seqs) are taken" in entries[1]["reason"]
+    driver.run()
+    assert driver.core.utility("debug_requests", {}) == ([], [])
+
+
+def test_a_request_without_room_says_how_much_is_missing() -> None:
+    driver = Driver(SCRIPT, block_size=4, num_gpu_blocks_override=11)
+    driver.add(0, [1] * 30, max_tokens=9)
+    driver.add(1, [2] * 30, max_tokens=9)
+    driver.step()
+    entries, _ = driver.core.utility("debug_requests", {})
+    assert "30 tokens" in entries[1]["reason"] and "2 of 10 blocks are free" in entries[1]["reason"]
+    driver.run()
+
+
+def test_memory_and_stats() -> None:
+    driver = busy()
+    memory, _ = driver.core.utility("memory_stats", {})
+    assert memory["blocks"] == 1023 and memory["blocks_in_use"] == 3 and memory["block_size"] == 16
+    assert memory["kv_cache_bytes"] == 1024 * 16 * 4 and memory["process_bytes"] > 1 << 20
+    driver.run()
+    report, _ = driver.core.utility("stats", {})
+    assert report["output_tokens"] == 36 and report["finished"] == 4 and report["steps"] > 20
+    assert sum(report[f"{name}_share"] for name in trace.PHASES) == pytest.approx(1.0)
+    assert report["running"] == report["waiting"] == 0 and report["cache_usage"] == 0.0
+    assert 0.0 <= report["hit_rate"] <= 1.0
+
+
+def test_unknown_calls_and_arguments_are_refused() -> None:
+    driver = busy()
+    for method, args in (("__init__", {}), ("shutdown", {}), ("stats", {"x": 1}), ("debug_requests", {"y": 2})):
+        with pytest.raises(ValidationError):
+            driver.core.utility(method, args)
+    driver.run()
+
+
+def test_the_trace_keeps_the_last_thousand_turns() -> None:
+    driver = Driver(SCRIPT, check=False)
+    for handle in range(1200):
+        driver.add(handle, [1, 2], max_tokens=1)
+        driver.step()
+    driver.run()
+    exported, _ = driver.core.utility("export_trace", {})
+    events = json.loads(json.dumps(exported))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == 4000 and {event["name"] for event in spans} == set(trace.PHASES)
+    assert all(event["dur"] >= 0 for event in spans)
+    starts = [event["ts"] for event in spans]
+    assert starts == sorted(starts)
+    loads = [event["args"] for event in events if event["ph"] == "C"]
+    assert len(loads) == 1000 and max(load["rows"] for load in loads) >= 1
+
+
+def test_log_line_and_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A scripted model takes no time, so the scheduler's share is large."""
+    monkeypatch.setattr(stats, "LOG_SECONDS", 0.0)
+    caplog.set_level(logging.INFO, "wavecore")
+    busy(log_stats=True).run()
+    assert re.search(r"running 1, waiting \d; \d+ prompt and \d+ output tokens/s; cache \d+% used", caplog.text)
+    assert re.search(r"schedule \d+%, launch \d+%, wait \d+%, update \d+%", caplog.text)
+    assert "scheduling takes" in caplog.text
+    caplog.clear()
+    busy().run()
+    assert not caplog.text
+
+
+def test_counters() -> None:
+    driver = busy()
+    counters = driver.core.counters
+    assert (counters.steps, counters.running, counters.waiting) == (1, 1, 3)
+    assert counters.tokens == 41 + 40 + 5 + 6
+    driver.run()
+    assert driver.core.counters[1:] == (0, 0, 0)

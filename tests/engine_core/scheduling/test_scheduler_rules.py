@@ -1,0 +1,653 @@
+"""Single rules of the scheduler, most of them reported bugs of other engines turned into tests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from tests.support.scheduler_driver import CLIENT, Driver, make_add
+
+from wavecore.engine_core.execution.scripted_runner import Script
+from wavecore.engine_core.plan import OutOfMemory, StepPlan, StepResult
+from wavecore.engine_core.request import State
+from wavecore.engine_core.scheduling.step_budget import PATIENCE, StepBudget
+from wavecore.transport.wire.messages import FinishReason
+
+SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=256, num_host_blocks=40)
+SLOW = replace(SCRIPT, transfer_steps=6)  # swaps are done six steps after the one that began them
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(1, 97, length)]
+
+
+def small(script: Script = SCRIPT, **config: Any) -> Driver:
+    return Driver(script, **{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, **config})
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("swap", [0.0, 1.0])
+def test_eight_blocks_and_six_long_requests(asynchronous: bool, swap: bool) -> None:
+    """Chunked prefill, preemption and two steps in flight give the tokens of a large cache."""
+    driver = small(num_gpu_blocks_override=9, async_scheduling=asynchronous, swap_space_gib=swap)
+    for handle in range(6):
+        driver.add(handle, prompt(handle, 12), max_tokens=18, seed=handle)
+    driver.run()
+    driver.check_all()
+    totals = driver.core.life.totals
+    assert totals.preemptions > 0
+    assert (totals.swapped_tokens > 0) == bool(swap)
+    assert driver.core.life.kv.queries == 6 * 12  # each prompt once, however often it was preempted
+    if swap:  # what came back from the host is not computed again
+        assert totals.prompt_tokens <= 6 * 12 + totals.preemptions and totals.recomputed_tokens == 0
+
+
+def test_nothing_is_admitted_in_a_step_where_somebody_made_room() -> None:
+    driver = small(num_gpu_blocks_override=12, max_num_batched_tokens=64)
+    for handle in range(9):
+        driver.add(handle, prompt(handle, 1 + handle), max_tokens=18)
+    before = 0
+    while driver.core.has_work:
+        steps = driver.core.life.totals.steps
+        driver.step()
+        preempted = driver.core.life.totals.preemptions - before
+        before += preempted
+        if preempted and driver.core.life.totals.steps > steps:
+            assert driver.core.in_flight[-1][0].plan.admitted == ()
+    driver.check_all()
+    assert before > 2
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_swapped_request_may_end_before_its_copy_is_done(caching: bool) -> None:
+    """Its blocks, here and on the host, stay the transfer's."""
+    driver = small(
+        SLOW, num_gpu_blocks_override=12, swap_space_gib=1.0, scheduling_policy="priority",
+        enable_prefix_caching=caching,
+    )  # fmt: skip
+    driver.add(0, prompt(0, 12), {"priority": 5}, max_tokens=18)
+    driver.add(2, prompt(2, 3), {"priority": 1}, max_tokens=12)
+    for _ in range(6):
+        driver.step()
+    driver.add(1, prompt(1, 24), {"priority": 0}, max_tokens=5)
+    driver.step()
+    life = driver.core.life
+    assert life.totals.swapped_tokens > 0
+    driver.core.abort(CLIENT, [0])
+    driver.core.check_integrity()
+    assert life.kv.host.num_free < 40 and life.kv.leaving > 0
+    driver.run()
+    for handle in (1, 2):
+        assert (driver.outputs[handle], driver.finish[handle]) == driver.expected(handle)
+
+
+def swapped_out(driver: Driver) -> None:
+    """Request 0 is in host memory, 1 and 2 run."""
+    driver.add(0, prompt(0, 20), {"priority": 5}, max_tokens=18)
+    driver.add(1, prompt(1, 3), {"priority": 1}, max_tokens=40)
+    for _ in range(5):
+        driver.step()
+    driver.add(2, prompt(2, 60), {"priority": 0}, max_tokens=1)
+    step_until(driver, 0, State.PREEMPTED)
+    assert driver.core.life.totals.swapped_tokens > 20
+
+
+def step_until(driver: Driver, handle: int, state: State) -> None:
+    for _ in range(100):
+        if driver.core.life.by_client[CLIENT][handle].state is state:
+            return
+        driver.step()
+    raise AssertionError(f"request {handle} is never {state.value}")
+
+
+def test_others_run_on_while_blocks_come_back_from_the_host() -> None:
+    driver = small(
+        SLOW, num_gpu_blocks_override=24, swap_space_gib=1.0, scheduling_policy="priority",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    swapped_out(driver)
+    request = driver.core.life.by_client[CLIENT][0]
+    step_until(driver, 0, State.LOADING)
+    [report] = [entry for entry in driver.core.debug_requests() if entry["handle"] == 0]
+    assert report["state"] == "loading" and "host memory" in report["reason"]
+    steps, seen = 0, len(driver.outputs[1])
+    while request.state is State.LOADING:
+        driver.step()
+        steps += 1
+    assert steps >= SLOW.transfer_steps and len(driver.outputs[1]) - seen == steps
+    driver.run()
+    driver.check_all()
+    assert driver.core.life.totals.recomputed_tokens == 0
+
+
+def test_a_transfer_that_never_seems_to_end_holds_up_only_who_needs_it() -> None:
+    """When nothing else can run, the device waits for it, not the plan."""
+    never = replace(SCRIPT, transfer_steps=1 << 30)
+    driver = small(never, num_gpu_blocks_override=24, swap_space_gib=1.0, scheduling_policy="priority")
+    swapped_out(driver)
+    driver.run(limit=200)
+    driver.check_all()
+    driver = small(never, num_gpu_blocks_override=9, swap_space_gib=1.0, enable_prefix_caching=False)
+    for handle in range(6):
+        driver.add(handle, prompt(handle, 12), max_tokens=18)
+    driver.run(limit=500)
+    driver.check_all()
+
+
+def test_nobody_is_pushed_out_for_blocks_that_are_coming_free() -> None:
+    """One push-out is enough, however long the copy takes."""
+    preemptions = []
+    for script in (SCRIPT, SLOW):
+        driver = small(script, num_gpu_blocks_override=21, swap_space_gib=1.0, enable_prefix_caching=False)
+        for handle in range(4):
+            driver.add(handle, prompt(handle, 14), max_tokens=12)
+        driver.run()
+        driver.check_all()
+        preemptions.append(driver.core.life.totals.preemptions)
+    assert preemptions == [1, 1]
+
+
+def test_an_urgent_request_waits_for_nobodys_blocks_to_come_back() -> None:
+    """All places are taken, one by a request that loads: the other one makes room."""
+    driver = small(
+        replace(SCRIPT, transfer_steps=50), max_num_seqs=2, num_gpu_blocks_override=100, swap_space_gib=1.0,
+        scheduling_policy="priority", enable_prefix_caching=False,
+    )  # fmt: skip
+    driver.add(0, prompt(0, 20), {"priority": 5}, max_tokens=200)
+    driver.add(1, prompt(1, 40), {"priority": 6}, max_tokens=200)
+    for _ in range(10):
+        driver.step()
+    driver.add(2, prompt(2, 8), {"priority": 0}, max_tokens=3)
+    step_until(driver, 1, State.LOADING)
+    begin = driver.steps
+    driver.add(3, prompt(3, 8), {"priority": 0}, max_tokens=3)
+    driver.run()
+    driver.check_all()
+    assert driver.first_step[3] - begin < 10
+
+
+def test_what_was_copied_is_not_computed_again() -> None:
+    """Not of a half-computed prompt, nor of a request that has just come back and is pushed out before it ran."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        script = replace(SCRIPT, max_model_len=64, num_host_blocks=60, transfer_steps=rng.choice([0, 1, 3]))
+        driver = small(
+            script, num_gpu_blocks_override=rng.randint(17, 26), max_num_seqs=4, max_num_batched_tokens=32,
+            enable_prefix_caching=False, swap_space_gib=1.0, watermark=0.0,
+        )  # fmt: skip
+        for handle in range(6):
+            driver.add(handle, prompt(handle, rng.randint(4, 20)), max_tokens=rng.randint(10, 36))
+            for _ in range(rng.randint(0, 6)):
+                driver.step()
+        driver.run()
+        driver.check_all()
+        assert driver.core.life.totals.recomputed_tokens == 0
+
+
+def test_an_urgent_request_pushes_out_no_more_than_it_needs() -> None:
+    """The blocks of the first that makes room come free a few steps later."""
+    driver = small(
+        SLOW, num_gpu_blocks_override=25, swap_space_gib=1.0, scheduling_policy="priority",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    for handle in range(3):
+        driver.add(handle, prompt(handle, 24), {"priority": 5}, max_tokens=8)
+    for _ in range(7):
+        driver.step()
+    driver.add(9, prompt(9, 28), {"priority": 0}, max_tokens=1)
+    driver.run()
+    driver.check_all()
+    assert driver.core.life.totals.preemptions == 1
+
+
+def test_two_prompts_of_most_of_the_cache_do_not_fight() -> None:
+    """Each holds 60 % of the blocks; the second waits, nothing is computed twice."""
+    driver = small(num_gpu_blocks_override=21, enable_prefix_caching=False)
+    for handle in range(5):
+        driver.add(handle, prompt(handle, 48), max_tokens=2)
+    driver.run()
+    driver.check_all()
+    assert driver.core.life.totals.preemptions == 0
+    assert driver.core.life.totals.prompt_tokens == 5 * 48
+
+
+def test_rows_that_sit_out_at_random_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running request without a row in some steps."""
+    driver = small(num_gpu_blocks_override=40)
+    rng = random.Random(3)
+    whole = driver.core.scheduler._running_rows
+
+    def some() -> Any:
+        rows, lens, left = whole()
+        keep = np.array([rng.random() < 0.6 for _ in rows], bool)
+        return rows[keep], lens[keep], left
+
+    monkeypatch.setattr(driver.core.scheduler, "_running_rows", some)
+    for handle in range(8):
+        driver.add(handle, prompt(handle, 5 + handle * 3), max_tokens=12)
+    driver.run()
+    driver.check_all()
+
+
+@pytest.mark.parametrize(
+    "rounds", [400, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])], ids=["some", "many"]
+)
+def test_aborts_at_any_moment(rounds: int) -> None:
+    """Requests in every state, at every step boundary, twice, unknown ones; nothing leaks."""
+    rng = random.Random(rounds)
+    driver = small(SLOW, num_gpu_blocks_override=14, swap_space_gib=1.0, scheduling_policy="priority")
+    handle = 0
+    states = set()
+    for _ in range(rounds):
+        if len(driver.core.life.all()) < 12:
+            n = rng.choice([1, 1, 3])
+            driver.add(handle, prompt(rng.randrange(4), rng.randrange(1, 20)), {"priority": rng.randrange(3)}, n=n)
+            handle += 4
+        if rng.random() < 0.7 and (here := driver.core.life.all()):
+            victim = rng.choice(here)
+            states.add(victim.state)
+            driver.core.abort(CLIENT, [victim.handle, victim.handle, 123_456])
+            driver.core.check_integrity()
+        driver.step()
+    driver.run()
+    assert states == set(State) - {State.ENDED, State.DRAINING}  # with two steps in flight, draining ends in its turn
+    assert driver.finish.keys() == driver.sent.keys()
+
+
+def test_a_long_list_of_handles_is_no_long_work() -> None:
+    driver = small(num_gpu_blocks_override=30)
+    for handle in range(3):
+        driver.add(handle, prompt(handle, 3), max_tokens=9)
+    driver.core.abort(CLIENT, np.arange(2, 500_000, dtype=np.uint32))
+    driver.core.abort(b"x" * 16, np.arange(5, dtype=np.uint32))
+    driver.run()
+    assert driver.finish == {0: FinishReason.LENGTH, 1: FinishReason.LENGTH, 2: FinishReason.ABORT}
+
+
+def test_abort_and_a_new_request_at_once() -> None:
+    """The new one is never hit, even under the handle of the old one."""
+    driver = small(num_gpu_blocks_override=30, max_num_batched_tokens=64)
+    for i in range(200):
+        driver.add(2 * i, prompt(1, 9), max_tokens=50)
+        driver.step()
+        driver.core.abort(CLIENT, [2 * i])
+        driver.add(2 * i + 1, prompt(2, 9), max_tokens=2)
+        driver.step()
+    driver.run()
+    for i in range(200):
+        assert driver.finish[2 * i] is FinishReason.ABORT
+        assert (driver.outputs[2 * i + 1], driver.finish[2 * i + 1]) == driver.expected(2 * i + 1)
+
+
+def test_a_slot_is_free_only_after_its_last_step_in_flight() -> None:
+    """Its blocks are free at once, the slot when the steps that touch it came back."""
+    driver = small(max_num_seqs=1, num_gpu_blocks_override=30)
+    driver.add(0, prompt(0, 3), max_tokens=50)
+    driver.step()
+    driver.step()
+    driver.core.abort(CLIENT, [0])
+    assert driver.core.life.slots.free == [] and driver.core.life.kv.device.num_free == 29
+    driver.add(1, prompt(1, 3), max_tokens=3)
+    driver.run()
+    assert (driver.outputs[1], driver.finish[1]) == driver.expected(1)
+
+
+def test_a_new_request_is_in_the_very_next_plan() -> None:
+    """Nobody waits for a batch to end."""
+    driver = small(num_gpu_blocks_override=60)
+    driver.add(0, prompt(0, 3), max_tokens=50)
+    for _ in range(5):
+        driver.step()
+    driver.add(1, prompt(1, 3), max_tokens=3)
+    scheduled = driver.core.scheduler.schedule()
+    assert scheduled is not None and scheduled.plan.num_rows == 2
+
+
+def test_the_last_in_line_skips_a_step_rather_than_losing_its_blocks() -> None:
+    driver = small(num_gpu_blocks_override=9, enable_prefix_caching=False, max_num_batched_tokens=64)
+    driver.add(0, prompt(0, 15), max_tokens=2)
+    driver.add(1, prompt(1, 15), max_tokens=17)
+    rows = []
+    while driver.core.has_work:
+        driver.step()
+        if driver.core.in_flight:
+            rows.append(driver.core.in_flight[-1][0].plan.num_rows)
+    driver.check_all()
+    assert rows[:2] == [2, 2] and driver.core.life.totals.preemptions == 0
+
+
+def test_stop_rules() -> None:
+    """Stop ids and eos end with the token that stopped it; not before min_tokens; eos may be ignored."""
+    script = Script(vocab_size=50, eos_token_id=[7, 8], scripts={"1": [5, 8, 6, 9, 4, 7, 3]})
+    driver = Driver(script)
+    driver.add(0, [1], max_tokens=10)
+    driver.add(1, [1], max_tokens=10, ignore_eos=True, stop_token_ids=[9])
+    driver.add(2, [1], max_tokens=10, min_tokens=2)
+    driver.add(3, [1], max_tokens=10, min_tokens=4, stop_token_ids=[4, 9, 3])
+    driver.add(4, [1], max_tokens=4, ignore_eos=True)
+    driver.add(5, [1], max_tokens=2)
+    driver.run()
+    assert driver.outputs == {
+        0: [5, 8], 1: [5, 8, 6, 9], 2: [5, 8, 6, 9, 4, 7], 3: [5, 8, 6, 9, 4], 4: [5, 8, 6, 9], 5: [5, 8],
+    }  # fmt: skip
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    assert driver.finish == {0: stop, 1: stop, 2: stop, 3: stop, 4: length, 5: stop}
+    assert [driver.extras[h].get("stop_token") for h in range(6)] == [None, 9, None, 4, None, None]
+
+
+def test_one_request_with_many_stop_ids_costs_others_nothing_once_it_left() -> None:
+    driver = small(num_gpu_blocks_override=60)
+    driver.add(0, prompt(0, 3), max_tokens=9, stop_token_ids=[90, 91])
+    driver.add(1, prompt(1, 3), max_tokens=5, stop_token_ids=list(range(60, 90)))
+    driver.add(2, prompt(2, 3), max_tokens=9, stop_token_ids=[92])
+    driver.step()
+    assert driver.core.life.slots.stop_ids.shape[1] == 30
+    driver.run()
+    driver.check_all()
+    assert driver.core.life.slots.stop_ids.shape[1] == 8
+
+
+def test_a_faulty_row_ends_alone_and_leaves_the_prefix_cache() -> None:
+    """NaN in one row: that request fails, and its blocks are found by nobody."""
+    driver = Driver(Script(eos_token_id=[], faults={"nan_token": 66}), block_size=4)
+    driver.add(0, [66, 1, 2, 3, 4], max_tokens=5)
+    driver.add(1, [1, 2, 3, 4, 5], max_tokens=5)
+    driver.run()
+    assert driver.finish[0] is FinishReason.ERROR and driver.extras[0]["code"] == "numerical"
+    assert (driver.outputs[1], driver.finish[1]) == driver.expected(1)
+    driver.add(2, [66, 1, 2, 3, 4], max_tokens=5)
+    driver.step()
+    assert driver.core.life.kv.hits == 0
+    driver.run()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_request_breaks_a_step_and_ends_alone(asynchronous: bool) -> None:
+    """The others are computed again and give the same tokens."""
+    script = Script(eos_token_id=[], num_host_blocks=9, faults={"request_fault_token": 66})
+    driver = Driver(script, block_size=4, num_gpu_blocks_override=12, swap_space_gib=1.0, async_scheduling=asynchronous)
+    for handle in range(4):
+        driver.add(handle, [1 + handle] * 6, max_tokens=12)
+    for _ in range(5):
+        driver.step()
+    driver.add(9, [66, 1, 2], max_tokens=5)
+    driver.run()
+    assert driver.finish.pop(9) is FinishReason.ERROR and "told to fail" in driver.extras[9]["message"]
+    del driver.sent[9]
+    driver.check_all()
+
+
+def sizes(driver: Driver) -> list[tuple[int, int]]:
+    """Tokens of each step and the budget it was planned with, until all is done."""
+    seen: list[tuple[int, int]] = []
+    while driver.core.has_work:
+        driver.step()
+        if driver.core.in_flight:
+            seen.append((driver.core.in_flight[-1][0].plan.num_tokens, driver.core.scheduler.budget.tokens))
+    return seen
+
+
+def test_out_of_memory_once_halves_the_steps_for_a_while() -> None:
+    driver = small(replace(SCRIPT, faults={"oom_at_steps": [1]}), num_gpu_blocks_override=60)
+    for handle in range(4):
+        driver.add(handle, prompt(handle, 8), max_tokens=200)
+    steps = sizes(driver)
+    driver.check_all()
+    assert max(tokens for tokens, _ in steps) == 16 and all(tokens <= budget for tokens, budget in steps)
+    budgets = [budget for _, budget in steps]
+    assert budgets[0] == 16 and min(budgets) == 8 and budgets[-1] == 16
+
+
+def fit_at_most(driver: Driver, tokens: int) -> None:
+    """Larger steps run out of memory, however often they are tried."""
+    run = driver.runner.run
+
+    def short_of_memory(plan: StepPlan) -> StepResult:
+        if plan.num_tokens > tokens:
+            driver.runner.queue.clear()
+            raise OutOfMemory("told to")
+        return run(plan)
+
+    driver.runner.run = short_of_memory  # type: ignore[method-assign]
+
+
+def test_out_of_memory_cuts_decode_rows_too_and_then_nobody_ends() -> None:
+    """Steps of more than three tokens do not fit, however often they are tried."""
+    driver = small(num_gpu_blocks_override=60)
+    fit_at_most(driver, 3)
+    for handle in range(8):
+        driver.add(handle, prompt(handle, 5 + handle), max_tokens=30)
+    driver.run()
+    driver.check_all()
+
+
+def test_the_first_in_line_moves_however_small_the_steps_become() -> None:
+    driver = small(num_gpu_blocks_override=11, max_num_batched_tokens=4, max_num_seqs=4, scheduling_policy="priority")
+    for handle in range(4):
+        driver.add(handle, prompt(handle, 9), {"priority": 4 - handle}, max_tokens=20)
+        driver.step()
+        driver.step()
+    for _ in range(3):
+        driver.core.scheduler.budget.shrink(4)
+    assert driver.core.scheduler.budget.tokens == 1
+    driver.add(9, prompt(9, 25), {"priority": 0}, max_tokens=5)
+    driver.run()
+    driver.check_all()
+
+
+def test_out_of_memory_again_ends_whose_options_made_the_step_big() -> None:
+    """Not the longest: a client that asks for much pays for it."""
+    script = Script(eos_token_id=[], faults={"oom_token": 66})
+    driver = Driver(script, max_num_batched_tokens=512)
+    for handle in range(4):
+        driver.add(handle, [1 + handle] * 60, max_tokens=12, logprobs=1 if handle == 2 else None)
+    driver.add(9, [66] * 20, max_tokens=12, prompt_logprobs=5, logprobs=5)
+    driver.run()
+    assert driver.finish.pop(9) is FinishReason.ERROR and driver.extras[9]["code"] == "resource"
+    assert "of its rows this request's needs most memory, for prompt_logprobs" in driver.extras[9]["message"]
+    assert driver.core.scheduler.budget.tokens > 32
+    del driver.sent[9]
+    driver.check_all()
+
+
+def test_nobody_is_blamed_while_steps_are_large() -> None:
+    """A prompt makes them so, not the log-probabilities of a few tokens."""
+    driver = Driver(replace(SCRIPT, max_model_len=8192, num_blocks=600), check=False)
+    fit_at_most(driver, 300)
+    for handle in range(3):
+        driver.add(handle, prompt(handle, 3), max_tokens=40, logprobs=1)
+    driver.add(9, prompt(9, 6000), max_tokens=4)
+    driver.run()
+    driver.check_all()
+
+
+def test_a_prompt_of_thousands_of_small_steps_ends() -> None:
+    """Larger steps are tried now and then, and each time that they fail it begins again: not for ever."""
+    driver = Driver(replace(SCRIPT, max_model_len=4096), check=False)
+    fit_at_most(driver, 1)
+    driver.add(0, prompt(0, 1500), max_tokens=2)
+    driver.run()
+    driver.check_all()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_request_that_runs_out_of_memory_alone_ends(asynchronous: bool) -> None:
+    """Without options to blame steps shrink until it is alone: nobody else ends."""
+    script = Script(eos_token_id=[], faults={"oom_token": 66})
+    driver = Driver(script, max_num_batched_tokens=512, async_scheduling=asynchronous)
+    for handle in range(4):
+        driver.add(handle, [1 + handle] * 6, max_tokens=12)
+    driver.add(9, [66] * 4, max_tokens=12)
+    driver.run()
+    assert driver.finish.pop(9) is FinishReason.ERROR and driver.extras[9]["code"] == "resource"
+    del driver.sent[9]
+    driver.check_all()
+
+
+def test_a_step_budget_shrinks_at_once_and_grows_back_slowly() -> None:
+    def steps_until_it_grows(budget: StepBudget) -> int:
+        before, steps = budget.tokens, 0
+        while budget.tokens == before:
+            budget.step_fitted()
+            steps += 1
+        assert budget.tokens == min(2 * before, budget.most)
+        return steps
+
+    budget = StepBudget(100)
+    budget.shrink(30)
+    assert budget.tokens == 15 and budget.failures == 1
+    assert steps_until_it_grows(budget) == PATIENCE
+    budget.shrink(budget.tokens)
+    assert budget.tokens == 15 and budget.failures == 2
+    assert [steps_until_it_grows(budget) for _ in range(3)] == [2 * PATIENCE] * 3
+    assert budget.tokens == 100 and budget.failures == 2
+    for _ in range(2 * PATIENCE):  # long without a fault: forgotten
+        budget.step_fitted()
+    assert budget.failures == 0
+    budget.shrink(100)
+    assert steps_until_it_grows(budget) == PATIENCE
+    for _ in range(8):
+        budget.shrink(1)
+    assert budget.tokens == 1 and steps_until_it_grows(budget) == PATIENCE << 8
+
+
+def test_any_other_exception_leaves_the_core() -> None:
+    driver = Driver(Script(faults={"raise_at_step": 1}), async_scheduling=False)
+    driver.add(0, [1], max_tokens=5, ignore_eos=True)
+    driver.step()
+    with pytest.raises(RuntimeError, match="told to raise"):
+        driver.step()
+
+
+def test_plans_in_flight_are_never_written_to() -> None:
+    """Everything that a plan or a result refers to stays as it was when it was launched."""
+    driver = small(num_gpu_blocks_override=20)
+    seen: list[tuple[StepPlan, list[bytes]]] = []
+
+    def columns(plan: StepPlan) -> list[bytes]:
+        names = ("slots", "starts", "query_lens", "samples", "block_slots", "block_indices", "block_ids")
+        return [getattr(plan, name).tobytes() for name in names] + [a.token_ids.tobytes() for a in plan.admitted]
+
+    run = driver.runner.run
+
+    def keep(plan: StepPlan) -> StepResult:
+        seen.append((plan, columns(plan)))
+        return run(plan)
+
+    driver.runner.run = keep  # type: ignore[method-assign]
+    for handle in range(6):
+        driver.add(handle, prompt(handle, 12), max_tokens=18)
+    driver.run()
+    assert len(seen) > 20 and all(columns(plan) == before for plan, before in seen)
+
+
+def test_two_clients_see_only_their_own() -> None:
+    driver = small(num_gpu_blocks_override=60)
+    other = b"d" * 16
+    for i in range(3):
+        driver.add(i, prompt(i, 3), max_tokens=5)
+        driver.add(10 + i, prompt(i, 4), client=other, max_tokens=4)
+    got: dict[bytes, set[int]] = {CLIENT: set(), other: set()}
+    while driver.core.has_work:
+        for client, columns in driver.step().items():
+            got[client].update(columns.handles.tolist())
+    assert got == {CLIENT: {0, 1, 2}, other: {10, 11, 12}}
+    driver.check_all()
+
+
+def test_logprobs_of_several_clients_in_one_step_stay_with_their_rows() -> None:
+    driver = small(num_gpu_blocks_override=60)
+    for handle in range(6):
+        client = (CLIENT, b"d" * 16)[handle % 2]
+        wanted = None if handle == 3 else handle % 3
+        driver.add(handle, prompt(handle, 3 + handle), client=client, max_tokens=4, logprobs=wanted)
+    driver.run()
+    driver.check_all()
+    assert "logprobs" not in driver.frames.get(3, {})
+    for handle in (0, 1, 2, 4, 5):
+        frames = driver.frames[handle]["logprobs"]
+        chosen = [int(np.frombuffer(frame.buffer, np.int32)[0]) for frame in frames[::3]]
+        assert chosen == driver.outputs[handle] and frames[0].shape == (1, 1 + handle % 3)
+
+
+def test_a_steady_step_touches_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is crossed, nobody comes or ends: columns alone."""
+    driver = Driver(SCRIPT, check=False, block_size=128, num_gpu_blocks_override=100)
+    for handle in range(32):
+        driver.add(handle, prompt(handle, 10), max_tokens=60)
+    for _ in range(5):
+        driver.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.core.life.slots, "at", None)
+        patch.setattr(driver.core.life.slots, "requests", None)
+        for _ in range(40):
+            assert driver.step()
+    driver.run()
+    driver.check_all()
+
+
+def test_a_client_that_left_is_told_nothing() -> None:
+    driver = small(num_gpu_blocks_override=60)
+    driver.add(0, prompt(0, 3), max_tokens=50, n=3)
+    driver.add(9, prompt(0, 3), client=b"d" * 16, max_tokens=9)
+    driver.step()
+    driver.core.abort_client(CLIENT)
+    driver.core.abort_client(CLIENT)
+    driver.run()
+    assert set(driver.finish) == {9}
+
+
+def test_everything_can_be_ended_with_an_error() -> None:
+    driver = small(num_gpu_blocks_override=20)
+    for handle in range(6):
+        driver.add(handle, prompt(handle, 30), max_tokens=50)
+    for _ in range(4):
+        driver.step()
+    driver.core.abort_all("engine_dead", "stopped")
+    driver.run()
+    assert all(driver.extras[handle] | {"code": "engine_dead", "message": "stopped"} == driver.extras[handle]
+               for handle in range(6))  # fmt: skip
+
+
+def test_the_same_handle_twice_is_one_request() -> None:
+    driver = small(num_gpu_blocks_override=20)
+    for _ in range(2):
+        driver.add(0, prompt(0, 3), max_tokens=4, seed=1)
+    driver.run()
+    driver.check_all()
+
+
+def test_a_request_that_claims_handles_of_others_is_refused() -> None:
+    driver = small(num_gpu_blocks_override=30)
+    driver.add(5, prompt(0, 9), max_tokens=9)
+    driver.step()
+    driver.core.add(driver.core.admit(make_add(4, [1, 2], n=3)))
+    driver.run()
+    assert [driver.finish.pop(handle) for handle in (4, 6)] == [FinishReason.ERROR] * 2
+    assert driver.extras[4]["code"] == "validation" and "overlaps" in driver.extras[4]["message"]
+    driver.check_all()
+
+
+@pytest.mark.parametrize("count", [2_000, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_nothing_grows_with_the_number_of_requests(count: int) -> None:
+    """Maps, queues, pools and memory are as large after many requests as their bounds say."""
+    driver = Driver(SCRIPT, check=False, block_size=4, num_gpu_blocks_override=40, max_num_seqs=8)
+    rng = random.Random(1)
+    process = psutil.Process()
+    before = 0
+    for handle in range(count):
+        driver.add(handle, prompt(handle, rng.randrange(1, 20)), client=bytes([handle % 7]) * 16, max_tokens=3)
+        driver.step()
+        for kept in (driver.sent, driver.outputs, driver.extras, driver.finish, driver.first_step):
+            kept.clear()
+        if handle == count // 2:
+            before = process.memory_info().rss
+    driver.run()
+    life = driver.core.life
+    assert len(life.clients) <= 7 and not life.by_client and len(life.waiting._heap) <= 64
+    assert life.kv.device.num_cached <= 39 and life.slots.stop_ids.shape[1] == 1
+    assert process.memory_info().rss - before < 8 << 20

@@ -1,0 +1,157 @@
+"""A pump without sockets and a deployment without processes: what a client sends is a list, what it hears is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.client.client import EngineClient
+from wavecore.frontend.client.mailbox import Mailbox, OutputKind
+from wavecore.frontend.client.request import EngineRequest
+from wavecore.frontend.client.wakers import QueueWaker
+from wavecore.transport.errors import EngineDead
+from wavecore.transport.io.client_pump import Disconnected, Event, Reconnected
+from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry
+from wavecore.transport.wire.messages import Abort, Add, Columns, Ready, Step, TensorFrame, Utility
+from wavecore.transport.wire.tensors import to_numpy
+
+START_SECONDS = 5.0
+RESOLVED = {"max_model_len": 100, "vocab_size": 50}
+
+
+class FakePump:
+    """Stands in for `ClientPump`; events are given by the test, in its own thread."""
+
+    def __init__(self, on_event: Callable[[int, Event], None], *, version: str) -> None:
+        self.on_event = on_event
+        self.sessions: dict[int, bytes] = {}
+        self.epochs: dict[int, bytes] = {}
+        self.addresses: dict[int, tuple[str, str]] = {}
+        self.sent: list[tuple[int, Add | Abort | Utility]] = []
+        self.lives = 0
+        self.closed = False
+
+    def connect(self, index: int, input: str, output: str, curve: object = None) -> None:
+        self.addresses[index] = (input, output)
+        self.new_life(index)
+
+    def session(self, index: int) -> bytes | None:
+        return self.sessions.get(index)
+
+    def send(self, index: int, message: Add | Abort | Utility) -> bytes:
+        if index not in self.sessions:
+            raise EngineDead("not ready")
+        self.sent.append((index, message))
+        return self.sessions[index]
+
+    def close(self, timeout: float = 1.0) -> None:
+        self.closed = True
+
+    # --- what the test makes happen ---
+
+    def new_life(self, index: int) -> None:
+        self.lives += 1
+        self.epochs[index] = bytes([self.lives]) * 16
+        self.new_session(index)
+
+    def new_session(self, index: int) -> None:
+        self.lives += 1
+        self.sessions[index] = bytes([self.lives]) * 16
+        self.on_event(index, Ready(self.epochs[index], "1", index, RESOLVED))
+
+    def adds(self) -> list[tuple[int, Add]]:
+        return [(i, m) for i, m in self.sent if isinstance(m, Add)]
+
+    def aborted(self) -> list[int]:
+        return [h for _, m in self.sent if isinstance(m, Abort) for h in m.handles.tolist()]
+
+    def step(
+        self,
+        index: int,
+        rows: Sequence[tuple[int, Sequence[int], int]],
+        extras: dict[int, dict[str, Any]] | None = None,
+        frames: tuple[TensorFrame, ...] = (),
+        load: int = 0,
+    ) -> None:
+        """rows: (handle, tokens, finish)."""
+        columns = Columns(
+            np.array([r[0] for r in rows], np.uint32),
+            np.array([len(r[1]) for r in rows], np.uint32),
+            np.array([t for r in rows for t in r[1]], np.int32),
+            np.array([r[2] for r in rows], np.uint8),
+            extras or {},
+            frames,
+        )
+        self.on_event(index, Step(self.epochs[index], 1, columns, (0, 0, load)))
+
+    def disconnect(self, index: int) -> None:
+        self.on_event(index, Disconnected("gone"))
+
+    def reconnect(self, index: int) -> None:
+        self.on_event(index, Reconnected())
+
+
+class FakeDeployment:
+    """Stands in for `transport.deployment`."""
+
+    def __init__(self, engines: int) -> None:
+        entries = tuple(EngineEntry(i, "ready", input=f"ipc:///in{i}", output=f"ipc:///out{i}") for i in range(engines))
+        self.value = Deployment("ready", 1, entries)
+        self.causes: dict[bytes, Cause] = {}
+
+    def read(self, runtime_dir: Path) -> Deployment:
+        return self.value
+
+    def why_dead(self, runtime_dir: Path, index: int, epoch: bytes, timeout: float) -> Cause | None:
+        return self.causes.get(epoch)
+
+    def set_state(self, state: str) -> None:
+        engines = tuple(replace(e, state=state) for e in self.value.engines)
+        self.value = replace(self.value, engines=engines)
+
+
+class World:
+    """A client of fake engines."""
+
+    def __init__(self, monkeypatch: Any, engines: int = 1, state: str = "ready") -> None:
+        self.deployment = FakeDeployment(engines)
+        self.deployment.set_state(state)
+        monkeypatch.setattr("wavecore.frontend.client.client.deployment", self.deployment)
+        monkeypatch.setattr("wavecore.frontend.client.client.ClientPump", FakePump)
+        self.client = EngineClient("/nowhere", timeout=START_SECONDS, version="1")
+        pump = self.client._pump
+        assert isinstance(pump, FakePump)
+        self.pump = pump
+        self.waker = QueueWaker()
+
+    def submit(
+        self,
+        prompt: Sequence[int] = (1, 2),
+        kind: OutputKind = OutputKind.DELTA,
+        resume: bool = False,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+        **params: Any,
+    ) -> Mailbox:
+        values = SamplingParams(**{"temperature": 0.0, **params})
+        deadlines = {"timeout": timeout, "queue_timeout": queue_timeout}
+        options = {name: value for name, value in deadlines.items() if value}
+        ids = np.array(prompt, np.int32)
+        request = EngineRequest("r", None, ids, values, values.to_wire(), options, resume=resume)
+        mailbox = Mailbox(request, None, self.waker, kind)
+        self.client.submit(mailbox)
+        return mailbox
+
+    def kill(self, index: int, message: str = "engine 0 was killed by signal 9") -> None:
+        """The engine dies; the deployment knows why before the client hears of it."""
+        self.deployment.causes[self.pump.epochs[index]] = Cause("signal", message, signal=9)
+        self.pump.disconnect(index)
+
+    def prompt_of(self, add: Add) -> list[int]:
+        ids: list[int] = to_numpy(add.prompt).tolist()
+        return ids

@@ -1,0 +1,48 @@
+"""The bar of a start as a user sees it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from wavecore.frontend import progress_bars
+from wavecore.frontend.progress_bars import StartBar
+
+
+def test_one_bar_that_only_grows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress_bars, "_hidden", lambda: False)
+    seen: list[float] = []
+    with StartBar(disable=False) as bar:
+        for phase in ("fetch", "import", "load", "kv_cache", "bind"):
+            for fraction in (0.0, 0.5, 1.0, 0.0):
+                bar(0, phase, fraction)
+                seen.append(bar._bar.n)
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 10
+    assert seen[-1] == 100
+    shown = capsys.readouterr().err
+    for words in ("fetching the model", "importing torch", "loading weights", "sizing the KV cache", "binding"):
+        assert words in shown
+    assert "%/s" not in shown and "s/%" not in shown
+
+
+def test_no_warning_in_a_notebook_without_widgets() -> None:
+    code = """
+import importlib.util, sys, types, warnings
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "ipywidgets" else found(name, *more)
+sys.modules["ipywidgets"] = None
+ipython = types.ModuleType("IPython")
+ipython.get_ipython = lambda: types.SimpleNamespace(config={"IPKernelApp": {}})
+sys.modules["IPython"] = ipython
+sys.modules["ipykernel"] = types.ModuleType("ipykernel")
+warnings.simplefilter("error")
+from wavecore.frontend.progress_bars import StartBar
+with StartBar(False) as bar:
+    bar(0, "load", 0.5)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "loading weights" in done.stderr

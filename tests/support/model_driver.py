@@ -1,0 +1,144 @@
+"""Drives a runner with hand-made plans: exact control over chunks, preemptions and shared blocks, no scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.engine_core.factory import make_runner
+from wavecore.engine_core.plan import Admission, RowLogprobs, Runner, StepPlan, StepResult
+
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1000)
+
+
+def load(model: Any, **settings: Any) -> Runner:
+    values: dict[str, Any] = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 4}
+    values |= {"num_gpu_blocks_override": 2000, "model": str(model)}
+    return make_runner(EngineConfig(**{**values, **settings}), lambda _phase, _fraction: None)
+
+
+@dataclass
+class Sequence_:
+    """A running sequence: `computed` tokens have keys in the cache."""
+
+    tokens: list[int]
+    num_prompt: int
+    slot: int
+    count: int
+    params: SamplingParams
+    choice: int = 0
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    admitted: bool = False
+    embeds: Any = None
+    pooling: str = ""
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
+    pooled: Any = None
+    fault: bool = False
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def done(self) -> bool:
+        return self.fault or self.pooled is not None or len(self.output) >= self.count
+
+
+class Driver:
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.next_block = 1
+        self.step_id = 0
+        self.after: int | None = None  # of the next plans; None: behind every transfer before them
+
+    def add(
+        self, prompt: Sequence[int], count: int, slot: int, params: SamplingParams = GREEDY, **more: Any
+    ) -> Sequence_:
+        return Sequence_(list(prompt), len(prompt), slot, count, params, **more)
+
+    def preempt(self, sequence: Sequence_) -> None:
+        """Drop its blocks; it is admitted again with all its tokens."""
+        sequence.computed, sequence.admitted, sequence.blocks = 0, False, []
+
+    def move(
+        self,
+        swap_out: Sequence[tuple[int, int]] = (),
+        swap_in: Sequence[tuple[int, int]] = (),
+        copies: Sequence[tuple[int, int]] = (),
+        table: Sequence[tuple[int, int, int]] = (),
+    ) -> StepResult:
+        """A plan of events alone."""
+        none, entries = np.zeros(0, np.int32), np.array(table, np.int32).reshape(-1, 3)
+        pairs = (np.array(p, np.int32).reshape(-1, 2) for p in (swap_out, swap_in, copies))
+        columns = (np.ascontiguousarray(entries[:, i]) for i in range(3))
+        empty = (none, none, none, np.zeros(0, np.uint8))
+        return self._run(StepPlan(self.step_id, *empty, *pairs, (), *columns))
+
+    def step(self, running: Sequence[Sequence_], chunk: int = 1 << 30) -> StepResult:
+        rows = [s for s in running if not s.done]
+        admitted, events = [], []
+        lens = [min(chunk, len(s.tokens) - s.computed) for s in rows]
+        for s, length in zip(rows, lens, strict=True):
+            if not s.admitted:
+                ids = np.array(s.tokens, np.int32)
+                admitted.append(Admission(s.slot, ids, s.num_prompt, s.params, s.choice, s.embeds, s.pooling))
+                events += [(s.slot, i, block) for i, block in enumerate(s.blocks)]
+                s.admitted = True
+            while len(s.blocks) * self.runner.info.block_size < s.computed + length:
+                events.append((s.slot, len(s.blocks), self.next_block))
+                s.blocks.append(self.next_block)
+                self.next_block += 1
+        samples = [not s.pooling and s.computed + n == len(s.tokens) for s, n in zip(rows, lens, strict=True)]
+        table = np.array(events, np.int32).reshape(-1, 3)
+        none = np.zeros((0, 2), np.int32)
+        plan = StepPlan(
+            self.step_id,
+            np.array([s.slot for s in rows], np.int32),
+            np.array([s.computed for s in rows], np.int32),
+            np.array(lens, np.int32),
+            np.array(samples, np.uint8),
+            none,
+            none,
+            none,
+            tuple(admitted),
+            *(np.ascontiguousarray(table[:, i]) for i in range(3)),
+        )
+        result = self._run(plan)
+        for i, s in enumerate(rows):
+            s.computed += lens[i]
+            s.fault = bool(result.faults[i])
+            s.pooled = result.pooled.get(i)
+            if i in result.prompt_logprobs:
+                s.prompt_logprobs.append(result.prompt_logprobs[i])
+            assert (result.tokens[i] >= 0) == samples[i]
+            if samples[i]:
+                s.tokens.append(int(result.tokens[i]))
+                if i in result.logprobs:
+                    s.logprobs.append(result.logprobs[i])
+        return result
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        after = self.step_id - 1 if self.after is None else self.after
+        self.step_id += 1
+        return self.runner.launch(replace(plan, after=after)).wait()
+
+    def run(
+        self,
+        sequences: Sequence[Sequence_],
+        chunk: int = 1 << 30,
+        between: Callable[[int], None] = lambda _step: None,
+    ) -> list[list[int]]:
+        """Steps until all are done; the outputs."""
+        step = 0
+        while not all(s.done for s in sequences):
+            self.step(sequences, chunk)
+            between(step)
+            step += 1
+        return [s.output for s in sequences]

@@ -1,0 +1,224 @@
+"""Drives an EngineCore by hand: builds requests, steps, collects what clients would see, and knows the right tokens."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.execution.scripted_runner import POISON, Script, ScriptedRunner
+from wavecore.engine_core.loop.core import EngineCore
+from wavecore.engine_core.plan import StepPlan, StepResult
+from wavecore.transport.wire.messages import Add, Columns, FinishReason, TensorFrame
+
+CLIENT = b"c" * 16
+
+
+class PoisoningRunner(ScriptedRunner):
+    """Overwrites, after each step, the blocks that nobody owned and nobody could find when it was launched."""
+
+    pools: Any = None  # the core's KVCacheManager, set by the driver
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.swapped_out: list[int] = []
+
+    def launch(self, plan: StepPlan) -> Any:
+        for events in (plan.swap_out, plan.swap_in, plan.copies):
+            assert len(set(events[:, 1].tolist())) == len(events), "one step copies twice to the same block"
+        assert set(plan.copies[:, 0].tolist()).isdisjoint(plan.copies[:, 1].tolist()), "a chain of copies"
+        places = list(zip(plan.block_slots.tolist(), plan.block_indices.tolist(), strict=True))
+        assert len(set(places)) == len(places), "one step writes an entry of the block table twice"
+        assert len(set(plan.slots.tolist())) == plan.num_rows and (plan.query_lens > 0).all()
+        assert plan.num_rows or len(plan.swap_out) or len(plan.swap_in), "a plan of nothing"
+        assert plan.after < plan.step_id
+        self.swapped_out += plan.swap_out[:, 0].tolist()
+        pending = super().launch(plan)
+        kv = self.pools
+        pending.poison = [
+            b for b in range(1, kv.device.num_blocks) if not kv.device.refs(b) and not kv.device.hash_of(b)
+        ]
+        pending.poison_host = [
+            b - 1 for b in range(1, kv.host.num_blocks) if not kv.host.refs(b) and not kv.host.hash_of(b)
+        ]
+        run = self.run
+
+        def wait() -> StepResult:
+            self.queue.popleft()
+            result = run(plan)
+            self.blocks[pending.poison] = POISON
+            self.host_blocks[pending.poison_host] = POISON
+            return result
+
+        pending.wait = wait
+        return pending
+
+
+class Clock:
+    """Time that moves by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Driver:
+    """An EngineCore with a scripted runner. `outputs[handle]`, `finish[handle]`, `extras[handle]` are what came out."""
+
+    def __init__(
+        self, script: Script | None = None, clock: Callable[[], float] | None = None, check: bool = True, **config: Any
+    ) -> None:
+        self.config = EngineConfig(model="scripted:", **config)
+        self.runner = PoisoningRunner(self.config, script=script or Script())
+        self.core = EngineCore(self.config, self.runner, **({"clock": clock} if clock else {}))
+        self.runner.pools = self.core.life.kv
+        self._admit_urgent = self.core.scheduler._admit_urgent
+        self.core.scheduler._admit_urgent = self.admit_urgent  # type: ignore[method-assign]
+        self.check = check
+        self.outputs: dict[int, list[int]] = {}
+        self.finish: dict[int, FinishReason] = {}
+        self.extras: dict[int, dict[str, Any]] = {}
+        self.frames: dict[int, dict[str, list[TensorFrame]]] = {}
+        self.sent: dict[int, tuple[list[int], dict[str, Any]]] = {}
+        self.first_step: dict[int, int] = {}
+        self.steps = 0
+
+    def add(
+        self,
+        handle: int,
+        prompt: Sequence[int],
+        options: dict[str, Any] | None = None,
+        client: bytes = CLIENT,
+        embeds: TensorFrame | None = None,
+        **params: Any,
+    ) -> None:
+        request = self.core.admit(make_add(handle, prompt, options, client, embeds, **params))
+        self.core.add(request)
+        params["seed"] = request.params.seed
+        for choice in range(params.get("n", 1)):
+            self.sent[handle + choice] = (list(prompt), {**params, "choice": choice})
+
+    def admit_urgent(self) -> None:
+        """Nobody more urgent than a running request is left waiting without need."""
+        self._admit_urgent()
+        life = self.core.life
+        head = life.waiting.peek()
+        if head is not None and len(victims := self.core.scheduler._outranked(head)):
+            comes_free = not life.slots.free and life.slots.in_flight[~life.slots.runs].any()
+            held = Counter(block for slot in victims.tolist() for block in life.slots.at(slot).blocks)
+            freed = sum(life.kv.device.refs(block) == count for block, count in held.items())
+            room = (life.kv.device.num_free + freed) * life.kv.block_size
+            room += life.kv.leaving * life.kv.block_size
+            assert comes_free or room < len(head.tokens) or life.kv.leaving, "an urgent request was passed over"
+
+    def step(self) -> dict[bytes, Columns]:
+        outputs, _ = self.core.step()
+        self.steps += 1
+        if self.check:
+            self.core.check_integrity()
+        for columns in outputs.values():
+            self._take(columns)
+        return outputs
+
+    def run(self, limit: int = 20_000) -> None:
+        """Step until all is done; then nothing may be left anywhere."""
+        for _ in range(limit):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work, "the engine did not come to rest"
+        life = self.core.life
+        assert life.kv.device.num_free == life.kv.device.usable and life.kv.host.num_free == life.kv.host.usable
+        assert len(life.slots.free) == life.slots.num_slots and not len(life.timers) and not len(life.waiting)
+        assert not life._number_of and len(life._free_numbers) == len(life.clients), "a client number is lost"
+        assert life.queued_out_reqs == self.core._admitted_reqs and life.queued_out_bytes == self.core._admitted_bytes
+
+    def _take(self, columns: Columns) -> None:
+        assert len(columns.handles) == len(set(columns.handles.tolist())), "a handle twice in one step"
+        ends = np.cumsum(columns.counts)
+        assert (ends[-1] if len(ends) else 0) == len(columns.tokens)
+        for i, handle in enumerate(columns.handles.tolist()):
+            assert handle not in self.finish, f"output of {handle} after its end"
+            tokens = columns.tokens[ends[i] - columns.counts[i] : ends[i]].tolist()
+            if tokens and handle not in self.outputs:
+                self.first_step[handle] = self.steps
+            self.outputs.setdefault(handle, []).extend(tokens)
+            extra = dict(columns.extras.get(i, {}))
+            for name in ("logprobs", "prompt_logprobs", "pooled"):
+                if name in extra:
+                    frames = [columns.frames[k] for k in extra.pop(name)]
+                    self.frames.setdefault(handle, {}).setdefault(name, []).extend(frames)
+            self.extras.setdefault(handle, {}).update(extra)
+            if columns.finish[i]:
+                self.finish[handle] = FinishReason(int(columns.finish[i]))
+
+    def expected(self, handle: int) -> tuple[list[int], FinishReason]:
+        """What the request must give if nobody disturbs it."""
+        prompt, params = self.sent[handle]
+        info = self.core.runner.info
+        return expected(
+            prompt,
+            limit=min(info.max_model_len, (info.num_blocks - 1) * info.block_size),
+            vocab_size=info.vocab_size,
+            eos=info.eos_token_ids,
+            **params,
+        )
+
+    def check_all(self) -> None:
+        """Every request ended exactly once, with exactly the tokens it must give."""
+        assert self.finish.keys() == self.sent.keys()
+        for handle in self.sent:
+            assert (self.outputs.get(handle, []), self.finish[handle]) == self.expected(handle), f"handle {handle}"
+
+
+def make_add(
+    handle: int,
+    prompt: Sequence[int],
+    options: dict[str, Any] | None = None,
+    client: bytes = CLIENT,
+    embeds: TensorFrame | None = None,
+    **params: Any,
+) -> Add:
+    ids = np.array(prompt, np.int32)
+    frame = TensorFrame("int32", ids.shape, ids.tobytes())
+    return Add(b"e" * 16, client, handle + 1, handle, frame, params, options or {}, embeds)
+
+
+def expected(
+    prompt: list[int],
+    *,
+    limit: int,
+    vocab_size: int,
+    eos: tuple[int, ...],
+    choice: int = 0,
+    max_tokens: int = 16,
+    min_tokens: int = 0,
+    ignore_eos: bool = False,
+    stop_token_ids: Sequence[int] = (),
+    temperature: float = 1.0,
+    seed: int | None = None,
+    **_: Any,
+) -> tuple[list[int], FinishReason]:
+    """The scripted model's output, computed without blocks, slots or steps."""
+    sums: list[int] = []
+    value = 0
+    for token in prompt:
+        value = zlib.crc32(token.to_bytes(4, "little"), value)
+        sums.append(value)
+    output: list[int] = []
+    stops = {*stop_token_ids, *(() if ignore_eos else eos)}
+    while len(output) < max_tokens and len(sums) < limit:
+        key = 0 if temperature == 0 else zlib.crc32(f"{seed} {choice} {len(sums)}".encode())
+        token = zlib.crc32(np.array(sums, np.uint32).tobytes(), key) % vocab_size
+        output.append(token)
+        if token in stops and len(output) > min_tokens:
+            return output, FinishReason.STOP
+        value = zlib.crc32(token.to_bytes(4, "little"), value)
+        sums.append(value)
+    return output, FinishReason.LENGTH

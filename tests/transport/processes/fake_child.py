@@ -1,0 +1,92 @@
+"""A child for the supervisor's tests: `python -m fake_child`. Its config names what it does after it is ready, or
+instead of it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from wavecore.transport.errors import ModelError, StartError
+from wavecore.transport.processes import logs
+from wavecore.transport.processes.child import ChildLife, parser
+
+
+def main() -> int:
+    arguments = parser("fake_child")
+    for name in ("--index", "--runtime-dir", "--input", "--output"):
+        arguments.add_argument(name)
+    args = arguments.parse_args()
+    life = ChildLife(args)
+    config = json.loads(life.config)
+    writer = logs.set_up("fake child")
+    do = config["do"]
+    once = Path(config.get("once", "/nonexistent/once"))  # a file: misbehave only while it does not exist
+    if once.exists():
+        do = "serve"
+    elif "once" in config:
+        once.touch()
+    logging.getLogger("fake").info("doing %s", do)
+    life.report_phase("load", 0.5)
+    if do == "fail":
+        life.report_failure(ModelError("model.safetensors is truncated"))
+        return 4
+    if do == "surprise":
+        try:
+            1 / 0  # noqa: B018
+        except ZeroDivisionError as error:
+            life.report_failure(error)
+        return 5
+    if do == "missing library":
+        print("ImportError: libfoo.so.3: cannot open shared object file: No such file or directory", file=sys.stderr)
+        os._exit(1)
+    if do == "die in load":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if do == "hang in load":
+        threading.Event().wait()
+    if do == "serve on port 5" and args.input.endswith(":5"):  # only its first life gets that port
+        life.report_phase("bind", 0.0)
+        life.report_failure(StartError("port 5 is taken"))
+        return 3
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    resolved = {"pid": os.getpid()}
+    if do == "grandchild":
+        resolved["grandchild"] = subprocess.Popen(["sleep", "600"]).pid
+    ready = {"input": args.input, "output": args.output, "epoch": os.urandom(16).hex(), "resolved": resolved}
+    if do == "serve on port 5":
+        ready["input"] = "tcp://127.0.0.1:5"
+    life.report_ready(ready)
+    if do == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif do == "hold the GIL":  # stuck: work, and nothing moves
+        life.progress.busy(True)
+        ctypes.PyDLL(None).usleep(600_000_000)
+    elif do == "compute":  # a long step: no beat, but the CPU works
+        life.progress.busy(True)
+        if "core" in config:
+            os.sched_setaffinity(0, [config["core"]])
+        os.nice(config.get("nice", 0))
+        end = time.process_time() + config["seconds"]
+        while time.process_time() < end:
+            pass
+        life.progress.busy(False)
+    elif do == "ignore signals":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        threading.Event().wait()
+    stop.wait()
+    writer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The small parts of supervision, without processes: back-off, words for a death, lines, the lock, the log writer."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from wavecore.transport.errors import StartError
+from wavecore.transport.processes import deployment, runtime_dir
+from wavecore.transport.processes.death import explain, oom_kills
+from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry
+from wavecore.transport.processes.logs import LineWriter
+from wavecore.transport.processes.process import LineReader
+from wavecore.transport.processes.progress import ProgressPage
+from wavecore.transport.processes.restarts import Backoff
+from wavecore.transport.processes.runtime_dir import RuntimeDir
+from wavecore.transport.processes.stall import TICK_SECONDS, StallWatch
+
+
+def test_back_off_doubles_and_gives_up_after_five_deaths_in_ten_minutes() -> None:
+    backoff = Backoff()
+    assert [backoff.died(now) for now in (0, 10, 20, 30, 40)] == [1, 2, 4, 8, None]
+
+
+def test_back_off_of_slow_starts_grows_to_a_minute_and_is_forgotten_after_a_long_life() -> None:
+    backoff = Backoff()
+    assert [backoff.died(180.0 * i) for i in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert backoff.died(10_000) == 1
+
+
+@pytest.mark.parametrize(
+    ("returncode", "output", "before", "words"),
+    [
+        (-9, [], 0, r"signal 9 \(SIGKILL\): the kernel ran out of memory.*Lower kv_cache_memory_gib"),
+        (-9, [], 7, r"signal 9 \(SIGKILL\): somebody killed it"),
+        (-11, [], 7, r"signal 11 \(SIGSEGV\): native code crashed"),
+        (-4, [], 7, "instruction that this CPU lacks"),
+        (-7, [], 7, "/dev/shm"),
+        (-40, [], 7, r"signal 40 \(a real-time signal\)"),
+        (
+            127,
+            ["x: error while loading shared libraries: libz.so.1: cannot open shared object file"],
+            7,
+            "libz.so.1 is",
+        ),
+        (1, ["ModuleNotFoundError: No module named 'zmq'"], 7, "package zmq is not installed"),
+        (3, ["first", "last words", ""], 7, "status 3; its last line was: last words"),
+        (0, [], 7, "exited with status 0 without a word"),
+    ],
+)
+def test_a_death_is_explained(
+    monkeypatch: pytest.MonkeyPatch, returncode: int, output: list[str], before: int, words: str
+) -> None:
+    monkeypatch.setattr("wavecore.transport.processes.death.oom_kills", lambda: 7)
+    text = explain("engine 0", 123, returncode, output, before)
+    assert text.startswith("engine 0 (pid 123) ")
+    assert re.search(words, text), text
+
+
+def test_the_kernels_oom_count_is_a_number() -> None:
+    assert oom_kills() >= 0
+
+
+def test_lines_of_a_pipe() -> None:
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    lines = LineReader(read)
+    assert lines.read() == []
+    os.write(write, b"one\ntw")
+    assert lines.read() == ["one"]
+    os.write(write, b"o\r 50%\r100%\r\nthree\xff")
+    assert lines.read() == ["two", " 50%", "100%"]
+    os.close(write)
+    assert lines.read() == ["three�"]
+    assert lines.read() is None
+    assert list(lines.tail) == ["one", "two", " 50%", "100%", "three�"]
+    os.close(read)
+
+
+def test_a_line_without_an_end_is_cut() -> None:
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    lines = LineReader(read)
+    got: list[str] = []
+    for _ in range(40):
+        os.write(write, b"x" * 60_000)
+        got += lines.read() or []
+    os.close(read)
+    os.close(write)
+    assert sum(map(len, got)) > 1 << 20
+
+
+def test_deployment_round_trips(tmp_path: Path) -> None:
+    entry = EngineEntry(0, "dead", 7, "ab", "ipc://i", "ipc://o", "", Cause("signal", "m", log_tail=("a",)), 2)
+    one = Deployment("degraded", 1, (entry,), {"max_model_len": 8}, 3.0)
+    assert Deployment.from_json(one.to_json()) == one
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"engines": [{}]}', '{"engines": 3}', "\x00"])
+def test_a_foreign_deployment_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / deployment.FILE).write_text(text)
+    with pytest.raises(StartError, match="deployment"):
+        deployment.read(tmp_path)
+
+
+def test_only_folders_of_dead_supervisors_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Path("/tmp") / f"wc-test-{os.getpid()}"
+    short.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
+    try:
+        stale = short / f"{runtime_dir.PREFIX}stale"
+        stale.mkdir(mode=0o700)
+        (stale / runtime_dir.LOCK).touch()
+        foreign = short / f"{runtime_dir.PREFIX}foreign"
+        foreign.mkdir(mode=0o755)
+        first = RuntimeDir(None)
+        second = RuntimeDir(None)
+        assert not stale.exists()
+        assert foreign.exists()
+        assert first.path.exists()
+        assert runtime_dir.is_held(first.path)
+        first.remove()
+        second.remove()
+        assert not first.path.exists()
+        first.remove()  # again is no error
+        assert [p.name for p in short.iterdir()] == [foreign.name]
+    finally:
+        shutil.rmtree(short)
+
+
+def test_a_blocked_log_drops_lines_and_says_how_many() -> None:
+    class Blocked(io.StringIO):
+        def write(self, text: str) -> int:
+            entered.set()
+            gate.wait(30)
+            return super().write(text)
+
+    gate, entered, stream = threading.Event(), threading.Event(), Blocked()
+    writer = LineWriter(lambda: stream, limit=10)
+    writer.put("first")
+    entered.wait(30)
+    for i in range(25):
+        writer.put(f"line {i}")
+    gate.set()
+    writer.close(30)
+    text = stream.getvalue()
+    assert "(15 log lines dropped" in text
+    assert "line 9\n" in text
+    assert "line 10\n" not in text
+
+
+def test_a_broken_log_is_no_error() -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    stream = Broken()
+    writer = LineWriter(lambda: stream)
+    writer.put("x")
+    writer.close(30)
+
+
+def test_progress_page_and_stall_watch() -> None:
+    """This very process is judged; its main thread runs while it asks."""
+    fd = ProgressPage.create_fd()
+    writer, reader = ProgressPage(fd), ProgressPage(fd)
+    os.close(fd)
+    writer.helper(5)
+    writer.helper(6)
+    assert reader.helpers == {5, 6}
+    watch = StallWatch(os.getpid(), reader, idle_seconds=TICK_SECONDS, step_seconds=3 * TICK_SECONDS)
+    assert [watch.tick() for _ in range(5)] == [None] * 5  # idle is never stuck
+    writer.busy(True)
+    for _ in range(5):
+        writer.beat()
+        assert watch.tick() is None
+    assert [watch.tick() for _ in range(2)] == [None] * 2
+    reason = watch.tick()
+    assert reason is not None
+    assert "computed for 1.5 s" in reason
+    writer.close()
+    reader.close()

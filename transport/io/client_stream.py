@@ -1,0 +1,183 @@
+"""What the output thread holds for one client: its numbered stream, and the output that waits for room in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wavecore.transport.errors import MessageTooLarge, ProtocolError, WavecoreError
+from wavecore.transport.wire.codec import Frames, encode
+from wavecore.transport.wire.columns import finish_columns, merge, size_of
+from wavecore.transport.wire.delivery import Outbox
+from wavecore.transport.wire.messages import Columns, FinishReason, Result, Step, TensorFrame
+
+STEP_BYTES = 1 << 20  # merged output leaves in messages of about this size
+CHUNK_BYTES = 8 << 20
+HELD_MESSAGES = 10_000  # not acknowledged; only results can be so many, see `put_result`
+MERGE_EVERY = 64  # merging each step would copy all that waits each time
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of what an engine holds for its clients.
+
+    Attributes:
+        clients: attached at once.
+        messages, bytes: sent to one client and not acknowledged; more waits, merged.
+        held_bytes: merged output that waits and what is not acknowledged; a client that needs more is dropped.
+        calls: utility calls of one client that wait for their answer; more are answered as overloaded.
+        absent_ticks, silent_ticks, stalled_ticks: a client is dropped after so many seconds without a connection,
+            without a word, without acknowledging anything while output waits.
+    """
+
+    clients: int = 1000
+    messages: int = 256
+    bytes: int = 32 << 20
+    held_bytes: int = 256 << 20
+    calls: int = 1000
+    absent_ticks: int = 5
+    silent_ticks: int = 10
+    stalled_ticks: int = 10
+
+
+class ClientState:
+    """Used by the output thread only; bounded by `Limits`."""
+
+    def __init__(self, epoch: bytes, limits: Limits) -> None:
+        self._epoch = epoch
+        self._limits = limits
+        self._outbox = Outbox(limits.messages, limits.bytes)
+        self._columns: list[Columns] = []
+        self._columns_bytes = 0
+        self._columns_merged = 0  # how many parts of _columns the last merge left
+        self._load = (0, 0, 0)
+        self._silent_ticks = 0
+        self._absent_ticks = 0
+        self._stalled_ticks = 0
+        self.connected = True  # as far as the last message to it told
+        self.leaving = False  # it said goodbye
+
+    @property
+    def last_number(self) -> int:
+        return self._outbox.last_number
+
+    @property
+    def has_output(self) -> bool:
+        """Whether something was not transmitted yet."""
+        return bool(self._columns or self._outbox.peek() is not None)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether it must be dropped for what the engine would have to hold for it."""
+        return self._outbox.bytes + self._columns_bytes > self._limits.held_bytes or len(self._outbox) > HELD_MESSAGES
+
+    def heard(self) -> None:
+        self._silent_ticks = 0
+        self.connected = True
+
+    def acknowledge(self, seen: int, gap: bool, now: float) -> None:
+        if self._outbox.acknowledge(seen, gap, now):
+            self._stalled_ticks = 0
+
+    def tick(self) -> str:
+        """One second went by. Returns why the client must be dropped, or nothing."""
+        self._silent_ticks += 1
+        self._absent_ticks = 0 if self.connected else self._absent_ticks + 1
+        self._stalled_ticks = self._stalled_ticks + 1 if self._outbox.full else 0
+        if self._absent_ticks > self._limits.absent_ticks:
+            return f"it disconnected and did not come back for {self._limits.absent_ticks} s"
+        if self._silent_ticks > self._limits.silent_ticks:
+            return f"it was silent for {self._limits.silent_ticks} s"
+        if self._stalled_ticks > self._limits.stalled_ticks:
+            return f"it read nothing for {self._limits.stalled_ticks} s while output waited"
+        return ""
+
+    def put(self, columns: Columns, load: tuple[int, int, int]) -> None:
+        self._columns.append(columns)
+        self._columns_bytes += size_of(columns)
+        self._load = load
+        if len(self._columns) - self._columns_merged >= MERGE_EVERY:
+            self._columns = [merge(*group) for group in _groups(self._columns)]
+            self._columns_merged = len(self._columns)
+            self._columns_bytes = sum(map(size_of, self._columns))
+
+    def put_result(
+        self, call: int, value: Any, frames: Sequence[TensorFrame], error: WavecoreError | None, now: float
+    ) -> None:
+        """Queue a utility call's answer, in chunks of about 8 MiB of frames, the value in the last.
+
+        Results do not wait for room in the window: they cannot be merged, and calls are bounded where they come in.
+        """
+        chunk: list[TensorFrame] = []
+        size = 0
+        try:
+            if sum(len(frame.buffer) for frame in frames) > self._limits.held_bytes // 2:
+                raise MessageTooLarge(f"the result is larger than {self._limits.held_bytes // 2} bytes: ask for less")
+            for frame in frames:
+                if chunk and size + len(frame.buffer) > CHUNK_BYTES:
+                    self._append_result(call, False, None, chunk, None, now)
+                    chunk, size = [], 0
+                chunk.append(frame)
+                size += len(frame.buffer)
+            self._append_result(call, True, value, chunk, error, now)
+        except ProtocolError as fault:
+            log.exception("the result of call %d cannot travel", call)
+            self._append_result(call, True, None, (), fault, now)
+
+    def _append_result(
+        self,
+        call: int,
+        last: bool,
+        value: Any,
+        frames: Sequence[TensorFrame],
+        error: WavecoreError | None,
+        now: float,
+    ) -> None:
+        code, text = (error.code, str(error).encode(errors="replace").decode()) if error else ("", "")
+        number = self._outbox.last_number + 1
+        self._outbox.append(encode(Result(self._epoch, number, call, last, code, text, value, tuple(frames))), now)
+
+    def next_frames(self, now: float) -> Frames | None:
+        """The next message to transmit, encoded when its turn comes; None: nothing, or no room in the window."""
+        if self._outbox.peek() is None and self._columns and not self._outbox.full:
+            self._append_columns(now)
+        return self._outbox.peek()
+
+    def advance(self) -> None:
+        self._outbox.advance()
+
+    def _append_columns(self, now: float) -> None:
+        group = next(_groups(self._columns))
+        del self._columns[: len(group)]
+        self._columns_merged = max(0, self._columns_merged - len(group))
+        self._columns_bytes -= sum(map(size_of, group))
+        columns = merge(*group)
+        try:
+            frames = self._encode_step(columns)
+        except ProtocolError as error:  # too large, or a bug: these requests end with the reason, the others go on
+            log.exception("output of %d requests cannot travel", len(columns.handles))
+            frames = self._encode_step(
+                finish_columns(columns.handles.tolist(), FinishReason.ERROR, error.code, str(error))
+            )
+        self._outbox.append(frames, now)
+
+    def _encode_step(self, columns: Columns) -> Frames:
+        return encode(Step(self._epoch, self._outbox.last_number + 1, columns, self._load))
+
+
+def _groups(parts: list[Columns]) -> Iterator[list[Columns]]:
+    """Neighbours that fit into one message together."""
+    group: list[Columns] = []
+    size = 0
+    for part in parts:
+        if group and size + size_of(part) > STEP_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += size_of(part)
+    if group:
+        yield group

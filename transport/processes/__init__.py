@@ -1,0 +1,1 @@
+"""Processes: started, watched, explained, restarted, stopped. Knows nothing of what they compute."""

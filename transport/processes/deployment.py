@@ -1,0 +1,170 @@
+"""`deployment.json`: what runs, where it listens and what happened to it. All that a client needs to attach.
+
+The supervisor alone writes it, atomically, before anything else learns of a change. A reader need not trust it when
+the supervisor is gone: `read` asks the lock that lives exactly as long as the supervisor.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from wavecore.transport.errors import StartError
+from wavecore.transport.processes.runtime_dir import is_held
+
+FILE = "deployment.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why an engine ended.
+
+    Attributes:
+        code: a code of transport.errors, or "signal", "exit", "stuck", "deadline".
+        message: a full sentence: what, why, what next.
+        phase: what the engine was doing ("load", "serve", ...).
+        signal, status: how the process ended; 0 and -1 when it does not apply.
+        log_tail: its last lines of output.
+    """
+
+    code: str
+    message: str
+    phase: str = ""
+    rank: int = 0
+    signal: int = 0
+    status: int = -1
+    traceback: str = ""
+    log_tail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """One engine.
+
+    Attributes:
+        state: starting, ready, draining, dead (waits for its next start), restarting, stopped, failed (stays down).
+        epoch: hex of the life that `state` speaks of; empty until ready.
+        input, output: endpoints; kept over restarts.
+        server_key: CURVE public key, empty on ipc.
+        cause: of its last death, kept until it is ready again.
+        restarts: how often it was started again.
+    """
+
+    index: int
+    state: str = "starting"
+    pid: int = 0
+    epoch: str = ""
+    input: str = ""
+    output: str = ""
+    server_key: str = ""
+    cause: Cause | None = None
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Everything in the file.
+
+    Attributes:
+        state: starting, ready, draining, stopped, failed (every engine is), degraded (some do not serve now), or dead
+            (the supervisor is).
+        resolved: what the engines resolved at start (model, lengths, block counts).
+        started: unix seconds.
+    """
+
+    state: str
+    supervisor_pid: int
+    engines: tuple[EngineEntry, ...]
+    resolved: Mapping[str, Any] = field(default_factory=dict)
+    started: float = 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Deployment:
+        values = json.loads(text)
+        engines = tuple(_entry(e) for e in values.pop("engines"))
+        return cls(engines=engines, **values)
+
+
+def overall(engines: tuple[EngineEntry, ...]) -> str:
+    """The deployment's state while its supervisor lives."""
+    states = {e.state for e in engines}
+    if "starting" in states:
+        return "starting"
+    return next(iter(states)) if len(states) == 1 and not states & {"dead", "restarting"} else "degraded"
+
+
+def write(runtime_dir: Path, deployment: Deployment) -> None:
+    """Replace the file in one step, so that a reader sees the old text or the new one."""
+    scratch = runtime_dir / f".{FILE}"
+    scratch.write_text(deployment.to_json())
+    scratch.rename(runtime_dir / FILE)
+
+
+def read(runtime_dir: str | Path) -> Deployment:
+    """The deployment in a runtime directory.
+
+    Raises:
+        StartError: there is none, or the file is not one of ours.
+    """
+    path = Path(runtime_dir) / FILE
+    try:
+        deployment = Deployment.from_json(path.read_text())
+    except FileNotFoundError:
+        raise StartError(
+            f"no deployment at {path}: it was never started or has been stopped; start one with `wavecore engine`"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StartError(
+            f"{path} is not a deployment file ({error}); name the runtime directory of a running engine"
+        ) from error
+    # A fork of the supervisor's program that outlives it has the lock, too.
+    if is_held(path.parent) and psutil.pid_exists(deployment.supervisor_pid):
+        return deployment
+    gone = Cause(
+        "engine_dead",
+        f"the supervisor (pid {deployment.supervisor_pid}) of {path.parent} is gone and its engines with it; "
+        "start the deployment again",
+    )
+    engines = tuple(replace(e, state="dead", cause=e.cause or gone) for e in deployment.engines)
+    return replace(deployment, state="dead", engines=engines)
+
+
+def why_dead(runtime_dir: str | Path, index: int, epoch: bytes, timeout: float = 1.0) -> Cause | None:
+    """The cause of death of the life `epoch` of an engine, None if that life still is well after `timeout` seconds.
+
+    For a client whose connection broke: the supervisor writes the cause within milliseconds, but maybe after the
+    client noticed, so this looks again every 5 ms.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            entry = next((e for e in read(runtime_dir).engines if e.index == index), None)
+        except StartError:
+            return Cause(
+                "engine_dead", f"the deployment in {runtime_dir} was stopped; what it had not finished is lost"
+            )
+        if entry is None or entry.epoch != epoch.hex() or entry.state in ("dead", "restarting", "failed", "stopped"):
+            if entry is not None and entry.cause is not None:
+                return entry.cause
+            what = "stopped" if entry is None or entry.state == "stopped" else "restarted"
+            return Cause("engine_dead", f"engine {index} was {what}; what it had accepted and not finished is lost")
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.005)
+
+
+def _entry(values: dict[str, Any]) -> EngineEntry:
+    cause = values.pop("cause")
+    if cause is not None:
+        cause["log_tail"] = tuple(cause["log_tail"])
+        cause = Cause(**cause)
+    return EngineEntry(cause=cause, **values)

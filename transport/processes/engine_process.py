@@ -1,0 +1,267 @@
+"""One supervised child through its lives: spawned, ready, dead, spawned again after a pause, or given up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wavecore.transport.errors import RequestError, StartError, WavecoreError, from_code
+from wavecore.transport.processes.child import STACKS_SIGNAL
+from wavecore.transport.processes.death import explain
+from wavecore.transport.processes.deployment import Cause, EngineEntry
+from wavecore.transport.processes.process import Child, ChildSpec, LineReader
+from wavecore.transport.processes.restarts import Backoff
+from wavecore.transport.processes.stall import StallWatch
+
+log = logging.getLogger(__name__)
+_LAST_READS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds.
+
+    Attributes:
+        ready: from spawn to ready, in all.
+        drain: for running requests after a first signal.
+        step: that one step may compute.
+        idle: that a child with work may do nothing at all.
+        grace: for a child to end after it was told to, then it is killed.
+    """
+
+    ready: float = 600.0
+    drain: float = 30.0
+    step: float = 60.0
+    idle: float = 4.0
+    grace: float = 5.0
+
+
+class Supervised:
+    """Owned by the supervisor's thread.
+
+    Args:
+        index: of the engine.
+        spec: what to run.
+        runtime_dir: folder of the deployment.
+        address: None for ipc, or "tcp://HOST".
+        server_key: CURVE public key, empty on ipc.
+        limits: how long things may take.
+        selector: gets this child's descriptors, with the method to call as data.
+        on_phase: called with (index, phase, fraction) while it starts.
+        on_output: called with each line that the child prints.
+
+    Attributes:
+        entry: its line of the deployment; replaced, never changed.
+        resolved: what the child resolved at start.
+        failure: set when the first start failed.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        spec: ChildSpec,
+        *,
+        runtime_dir: Path,
+        address: str | None,
+        server_key: str,
+        limits: Limits,
+        selector: selectors.BaseSelector,
+        on_phase: Callable[[int, str, float], None],
+        on_output: Callable[[str], None],
+    ) -> None:
+        self.entry = EngineEntry(index, server_key=server_key)
+        self.resolved: Mapping[str, Any] = {}
+        self.failure: WavecoreError | None = None
+        self._spec, self._dir, self._address, self._limits = spec, runtime_dir, address, limits
+        self._selector, self._on_phase, self._on_output = selector, on_phase, on_output
+        self._backoff = Backoff()
+        self._child: Child | None = None
+        self._stall: StallWatch | None = None
+        self._verdict: Cause | None = None  # why we are about to kill it
+        self._words: dict[str, Any] | None = None  # its own last words
+        self._phase = "start"
+        self._was_ready = self._stopping = False
+        self._spawn_at: float | None = None
+        self._kill_at: float | None = None
+        self._ready_by: float | None = None
+
+    def spawn(self) -> None:
+        """Start a life."""
+        ours = self.entry
+        argv = ["--index", str(ours.index), "--runtime-dir", str(self._dir)]
+        argv += ["--input", ours.input or self._bind("in"), "--output", ours.output or self._bind("out")]
+        self._spawn_at = self._kill_at = self._verdict = self._words = None
+        self._phase = "start"
+        try:
+            child = self._child = Child(self._spec, argv)
+        except OSError as error:  # no descriptors, memory or process ids just now
+            self._died(Cause("resource", f"{self._spec.name} could not be started: {error}", self._phase))
+            return
+        self._status, self._output = LineReader(child.status_fd), LineReader(child.log_fd)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, self.on_end)
+        self._selector.register(child.status_fd, selectors.EVENT_READ, self.on_status)
+        self._selector.register(child.log_fd, selectors.EVENT_READ, self.on_log)
+        self._ready_by = time.monotonic() + self._limits.ready
+        self.entry = replace(ours, pid=child.pid, state="restarting" if self._was_ready else "starting")
+
+    def stop(self, drain: float) -> None:
+        """End this child, after at most `drain` seconds of finishing its requests; never start it again."""
+        self._stopping, self._spawn_at = True, None
+        now = time.monotonic()
+        if self._child is None:
+            self.entry = replace(self.entry, state="stopped")
+        elif self.entry.state not in ("ready", "draining"):
+            self._child.kill()  # it is still loading: there is nothing to end in order
+        else:
+            self._child.signal(signal.SIGTERM if drain > 0 else signal.SIGINT)
+            self._kill_at = min(self._kill_at or float("inf"), now + drain + self._limits.grace)
+            self.entry = replace(self.entry, state="draining")
+
+    def destroy(self) -> None:
+        """End the child, if any, at once."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.reap()
+            self._child = None
+
+    def tick(self) -> None:
+        """Deadlines and the watch on progress; call it every stall.TICK_SECONDS."""
+        now = time.monotonic()
+        if self._child is None:
+            if self._spawn_at is not None and now >= self._spawn_at:
+                self.entry = replace(self.entry, restarts=self.entry.restarts + 1)
+                self.spawn()
+        elif self._kill_at is not None:
+            if now >= self._kill_at:
+                self._child.kill()
+        elif self._ready_by is not None:
+            if now >= self._ready_by:
+                what = f"was not ready after {self._limits.ready:g} s (phase: {self._phase})"
+                self._condemn("start", f"{what}; raise ready_timeout, or see its last output for what it waits for")
+        elif self._stall is not None and (why := self._stall.tick()):
+            self._condemn("stuck", f"was stuck and has been ended: {why}")
+
+    def on_status(self) -> None:
+        if self._child is None:
+            return
+        lines = self._status.read()
+        if lines is None:
+            self._selector.unregister(self._child.status_fd)
+        for line in lines or ():
+            self._hear(line)
+
+    def on_log(self) -> None:
+        if self._child is None:
+            return
+        lines = self._output.read()
+        if lines is None:
+            self._selector.unregister(self._child.log_fd)
+        for line in lines or ():
+            self._on_output(line)
+
+    def on_end(self) -> None:
+        """The child's process is gone."""
+        child = self._child
+        if child is None:
+            return
+        child.kill()  # what it started ends with it, and lets go of the pipes
+        for fd, read in ((child.status_fd, self.on_status), (child.log_fd, self.on_log)):
+            for _ in range(_LAST_READS):  # bounded: a stray descendant may go on writing
+                if fd in self._selector.get_map() and _has_data(fd):
+                    read()
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+        self._selector.unregister(child.pidfd)
+        returncode = child.reap()
+        self._child = self._stall = self._ready_by = None
+        cause = self._cause(child, returncode)
+        if self._stopping:
+            self.entry = replace(self.entry, state="stopped", cause=None if returncode == 0 else cause)
+        else:
+            self._died(cause)
+
+    def _died(self, cause: Cause) -> None:
+        """Plan the next life, or give up."""
+        if not self._was_ready:  # `start` raises it
+            self.entry = replace(self.entry, state="failed", cause=cause)
+            self.failure = _as_error(cause)
+            return
+        delay = self._backoff.died(time.monotonic())
+        then = "stays down" if delay is None else f"is started again in {delay:g} s"
+        log.error("%s ended and %s: %s", self._spec.name, then, cause.message)
+        self.entry = replace(self.entry, state="failed" if delay is None else "dead", cause=cause)
+        if self._words is not None and cause.phase == "bind":  # its port was taken meanwhile: take a new one
+            self.entry = replace(self.entry, input="", output="")
+        if delay is not None:
+            self._spawn_at = time.monotonic() + delay
+
+    def _hear(self, line: str) -> None:
+        try:
+            said: dict[str, Any] = json.loads(line)
+        except ValueError:  # killed in the middle of a word
+            return
+        if "phase" in said:
+            self._phase = said["phase"]
+            self._on_phase(self.entry.index, said["phase"], said["fraction"])
+        elif "failed" in said:
+            self._words = said["failed"]
+        elif (ready := said.get("ready")) and self._child is not None:
+            self._phase, self._ready_by, self._was_ready = "serve", None, True
+            self.resolved = ready["resolved"]
+            limits = self._limits
+            self._stall = StallWatch(self._child.pid, self._child.progress, limits.idle, limits.step)
+            self.entry = replace(
+                self.entry,
+                state="ready",
+                epoch=ready["epoch"],
+                input=ready["input"],
+                output=ready["output"],
+                cause=None,
+            )
+
+    def _condemn(self, code: str, what: str) -> None:
+        """Take down the stacks of all threads, then, in the next tick, the process."""
+        assert self._child is not None
+        message = f"{self._spec.name} (pid {self._child.pid}) {what}"
+        log.error("%s", message)
+        self._verdict = Cause(code, message, self._phase)
+        self._child.signal(STACKS_SIGNAL)
+        self._kill_at = time.monotonic()
+
+    def _cause(self, child: Child, returncode: int) -> Cause:
+        tail = tuple(self._output.tail)
+        if self._words is not None:
+            cause = Cause(**self._words)
+        elif self._verdict is not None:
+            cause = self._verdict
+        else:
+            message = explain(self._spec.name, child.pid, returncode, tail, child.oom_kills)
+            cause = Cause("signal" if returncode < 0 else "exit", message, self._phase)
+        return replace(cause, signal=max(0, -returncode), status=max(-1, returncode), log_tail=tail)
+
+    def _bind(self, which: str) -> str:
+        return f"{self._address}:0" if self._address else f"ipc://{self._dir}/engine{self.entry.index}.{which}"
+
+
+def _as_error(cause: Cause) -> WavecoreError:
+    """What `start` raises: the child's own error where it is one of the tree, else a StartError with all that is
+    known."""
+    where = f" (while: {cause.phase})" if cause.phase else ""
+    error = from_code(cause.code, f"{cause.message}{where}")
+    if type(error) in (RequestError, WavecoreError):  # "signal", "exit", "internal", ...
+        error = StartError(f"{cause.message}{where}")
+        error.add_note(cause.traceback or "\n".join(("Its last output:", *cause.log_tail[-20:])))
+    return error
+
+
+def _has_data(fd: int) -> bool:
+    with selectors.PollSelector() as once:
+        once.register(fd, selectors.EVENT_READ)
+        return bool(once.select(0))

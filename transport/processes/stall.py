@@ -1,0 +1,113 @@
+"""Is a child stuck? It is when it has work and neither moves nor computes.
+
+Time alone cannot tell a hang from a long prefill, a starved core or a debugger, so what the kernel says about the
+child's threads counts too: a thread that runs, waits for a core or reads a disk is alive. Such a child gets
+`step_seconds`; one whose threads all sleep gets `idle_seconds`. Ticks are counted, not seconds, so a supervisor that
+was itself stopped or starved does not blame the child for the gap.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+from wavecore.transport.processes.progress import ProgressPage
+
+TICK_SECONDS = 0.5
+COMPUTING_SHARE = 0.05  # of one core; a hung process still sends a heartbeat now and then
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class StallWatch:
+    """Judges one child, one `tick` every TICK_SECONDS.
+
+    Args:
+        pid: the child.
+        page: its progress page.
+        idle_seconds: limit for a child with work whose threads all sleep, or that is stopped.
+        step_seconds: limit for a child that computes without finishing a step.
+    """
+
+    def __init__(self, pid: int, page: ProgressPage, idle_seconds: float, step_seconds: float) -> None:
+        self._pid, self._page = pid, page
+        self._idle_limit = max(1, round(idle_seconds / TICK_SECONDS))
+        self._step_limit = max(1, round(step_seconds / TICK_SECONDS))
+        self._beats = -1
+        self._cpu_seconds: float | None = None  # at the last tick without a beat
+        self._idle = self._computing = 0
+
+    def tick(self) -> str | None:
+        """None, or why the child counts as stuck."""
+        stopped = _state(Path(f"/proc/{self._pid}/stat")) in ("T", "t")
+        if not stopped and (not self._page.is_busy or self._page.beats != self._beats):
+            self._beats = self._page.beats
+            self._idle = self._computing = 0
+            self._cpu_seconds = None
+            return None
+        if not stopped and self._is_computing():
+            self._computing += 1
+            self._idle = 0
+        else:
+            self._idle += 1
+        if self._idle >= self._idle_limit:
+            seconds = self._idle * TICK_SECONDS
+            if stopped:
+                return f"it has been stopped (SIGSTOP or a debugger) for {seconds:.1f} s"
+            return f"it has work but did nothing for {seconds:.1f} s: every thread sleeps (stacks are in the log)"
+        if self._computing >= self._step_limit:
+            seconds = self._computing * TICK_SECONDS
+            return f"one step has computed for {seconds:.1f} s without an end (stacks are in the log)"
+        return None
+
+    def _is_computing(self) -> bool:
+        helpers = self._page.helpers
+        alive, cpu = False, 0.0
+        for pid in (self._pid, *_descendants(self._pid)):  # a step may wait for a compiler that it started
+            for task in _tasks(pid):
+                name, state, seconds = _read_stat(task / "stat")
+                if int(task.name) in helpers or name.startswith("ZMQbg"):
+                    continue
+                alive |= state in ("R", "D")
+                cpu += _run_seconds(task) or seconds
+        grew = self._cpu_seconds is not None and cpu - self._cpu_seconds > COMPUTING_SHARE * TICK_SECONDS
+        self._cpu_seconds = cpu
+        return alive or grew
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _tasks(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
+
+
+def _state(path: Path) -> str:
+    return _read_stat(path)[1]
+
+
+def _run_seconds(task: Path) -> float:
+    """CPU time by the scheduler's own clock, which is finer than the ticks in stat; 0 where the kernel has none."""
+    try:
+        return int((task / "schedstat").read_text().split()[0]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _read_stat(path: Path) -> tuple[str, str, float]:
+    """(name, state letter, CPU seconds) of a /proc stat file; proc(5)."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return "", "", 0.0
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    fields = rest.split()
+    return name, fields[0], (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS

@@ -1,0 +1,305 @@
+"""Starts, watches, restarts and stops the engines of one host. Embedded by `LLM`, `wavecore engine` and launchers.
+
+One thread owns the children: it spawns them (they die with it, see child.ChildLife), hears their status and log pipes,
+sees their end by pidfd within a millisecond, and writes `deployment.json` before anybody else learns of a change.
+Knows nothing of engines but the lines on the status pipe:
+    {"phase": str, "fraction": float}    while starting; "bind" is the phase that takes the addresses
+    {"ready": {"input", "output", "epoch", "resolved"}}
+    {"failed": {"code", "message", "phase", "rank", "traceback"}}    last words
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+from wavecore.transport.errors import EngineDead, StartError, WavecoreError
+from wavecore.transport.io import curve
+from wavecore.transport.io.interface import check_interface
+from wavecore.transport.processes import deployment
+from wavecore.transport.processes.child import as_wavecore_error
+from wavecore.transport.processes.deployment import Deployment
+from wavecore.transport.processes.engine_process import Limits, Supervised
+from wavecore.transport.processes.logs import LineWriter
+from wavecore.transport.processes.process import ChildSpec
+from wavecore.transport.processes.runtime_dir import RuntimeDir
+from wavecore.transport.processes.stall import TICK_SECONDS
+
+__all__ = ["ChildSpec", "Limits", "Supervisor"]
+
+log = logging.getLogger(__name__)
+SIGNALS = {
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGINT: "SIGINT (Ctrl-C)",
+    signal.SIGHUP: "SIGHUP (the terminal was closed)",
+}
+Progress = Callable[[int, str, float], None]
+
+
+class Supervisor:
+    """Runs children until `stop`, or for ever.
+
+    Args:
+        specs: one child each; index = place in the list.
+        runtime_dir: see runtime_dir.RuntimeDir.
+        address: None binds ipc sockets in the runtime directory; "tcp://HOST" binds that interface, with CURVE.
+        limits: how long things may take.
+
+    Example:
+        with Supervisor([ChildSpec("engine 0", "wavecore.engine_core", config.to_json())]) as supervisor:
+            runtime_dir = supervisor.start()
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        *,
+        runtime_dir: str | None = None,
+        address: str | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._specs, self._where, self._address = tuple(specs), runtime_dir, address
+        self._limits = limits or Limits()
+        self._owner = os.getpid()
+        self._dir: RuntimeDir | None = None
+        self._deployment = Deployment("starting", self._owner, (), started=time.time())
+        self._stops: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()  # drain seconds, the signal's name
+        self._phases: queue.SimpleQueue[tuple[int, str, float] | None] = queue.SimpleQueue()  # None: started or failed
+        self._failure: WavecoreError | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        # The lock keeps a late request_stop from writing to a descriptor that is somebody else's by now. Re-entrant,
+        # because a signal handler may interrupt the thread that holds it.
+        self._wake, self._wake_lock = -1, threading.RLock()
+
+    @property
+    def runtime_dir(self) -> Path | None:
+        return self._dir.path if self._dir else None
+
+    def deployment(self) -> Deployment:
+        """What the file says now."""
+        return self._deployment
+
+    def start(self, progress: Progress | None = None) -> Path:
+        """Start every child and wait until all are ready. Call it once.
+
+        Args:
+            progress: called in this thread with (engine, phase, fraction).
+
+        Returns:
+            The runtime directory, all that a client needs.
+
+        Raises:
+            WavecoreError: the first child's failure (ModelError, ConfigError, ResourceError, ...), or StartError when
+                one ended silently or was not ready in time. Nothing is left behind.
+        """
+        if self._thread is not None:
+            raise StartError("this supervisor was started before; make a new one")
+        self._dir = RuntimeDir(self._where)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, args=(self._dir,), name="supervisor", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a script that just ends still removes the folder
+        try:
+            while (phase := self._phases.get()) is not None:
+                if progress is not None:
+                    progress(*phase)
+            if self._failure is not None:
+                raise self._failure
+        except BaseException:
+            self.stop()
+            raise
+        return self._dir.path
+
+    def request_stop(self, drain: float = 0.0) -> None:
+        """Ask for `stop` without waiting for it. May be called from a signal handler."""
+        self._request_stop(drain)
+
+    def _request_stop(self, drain: float, why: str = "") -> None:
+        self._stops.put((drain, why))
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def stop(self, drain: float = 0.0) -> None:
+        """End every child and remove the runtime directory; returns when that is done. Idempotent, from any thread.
+
+        Args:
+            drain: seconds for running requests to finish, while new ones are refused; 0 ends them now, each with an
+                error. A later call with less time shortens an earlier one.
+        """
+        if self._thread is None or os.getpid() != self._owner:  # a fork has the object, not the thread
+            return
+        self.request_stop(drain)
+        self._thread.join()
+        atexit.unregister(self.stop)
+
+    def wait(self) -> None:
+        """Wait until everything has ended: by `stop`, or because every engine stays down.
+
+        Raises:
+            WavecoreError: every engine stays down; the last one's cause.
+        """
+        self._over.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def serve(self, progress: Progress | None = None, on_ready: Callable[[Path], None] | None = None) -> int:
+        """Start, then run in the foreground of a program until a signal ends it. Main thread only.
+
+        The first SIGTERM, SIGINT or SIGHUP drains for `limits.drain` seconds, the second ends at once. SIGINT and
+        SIGHUP stay ignored where they were: that is how `nohup` and a shell's `&` ask to be left running.
+
+        Returns:
+            The program's exit code: 0 after SIGTERM or SIGHUP, 130 after SIGINT.
+
+        Raises:
+            WavecoreError: as `start` and `wait`; its `exit_code` is the program's.
+        """
+        with self._signals() as received:
+            try:
+                path = self.start(progress)
+                if on_ready is not None:
+                    on_ready(path)
+                self.wait()
+            except WavecoreError:
+                if not received:
+                    raise
+            finally:
+                self.stop()
+        return 130 if signal.SIGINT in received else 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[list[int]]:
+        received: list[int] = []
+
+        def handle(number: int, _frame: FrameType | None) -> None:
+            received.append(number)
+            self._request_stop(self._limits.drain if len(received) == 1 else 0.0, SIGNALS[signal.Signals(number)])
+
+        numbers = [n for n in SIGNALS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handle) for number in numbers}
+        try:
+            yield received
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # --- the supervisor's thread ------------------------------------------------------------------------------------
+
+    def _run(self, runtime_dir: RuntimeDir) -> None:
+        output = LineWriter(lambda: sys.stderr)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+            children: list[Supervised] = []
+            try:
+                children = self._make(runtime_dir.path, selector, output)
+                self._loop(runtime_dir.path, selector, children)
+            except Exception as error:  # ours or the machine's: no process may stay, and start() must hear of it
+                self._failure = self._failure or as_wavecore_error(error)
+                if self._failure is not error:
+                    log.exception("the supervisor failed, and its engines end with it")
+            finally:
+                for child in children:
+                    child.destroy()
+                runtime_dir.remove()
+                with self._wake_lock:
+                    os.close(self._wake)
+                    self._wake = -1
+                self._deployment = replace(self._deployment, state="stopped")
+                self._over.set()
+                self._phases.put(None)
+                output.close()
+
+    def _make(self, path: Path, selector: selectors.BaseSelector, output: LineWriter) -> list[Supervised]:
+        if self._address:
+            check_interface(self._address)
+        server_key = curve.create_keys(path / "keys") if self._address else ""
+        return [
+            Supervised(
+                index,
+                spec,
+                runtime_dir=path,
+                address=self._address,
+                server_key=server_key,
+                limits=self._limits,
+                selector=selector,
+                on_phase=lambda *phase: self._phases.put(phase),
+                on_output=output.put,
+            )
+            for index, spec in enumerate(self._specs)
+        ]
+
+    def _loop(self, path: Path, selector: selectors.BaseSelector, children: list[Supervised]) -> None:
+        started = False
+        for child in children:
+            child.spawn()
+        next_tick = time.monotonic() + TICK_SECONDS
+        while any(c.entry.state != "stopped" for c in children):
+            self._publish(path, children)
+            if not started and self._deployment.state == "ready":
+                started = True
+                self._phases.put(None)
+            if self._is_down(children) and not started:
+                return
+            for key, _ in selector.select(max(0.0, next_tick - time.monotonic())):
+                key.data()
+            while not self._stops.empty():
+                drain, why = self._stops.get()
+                if why:  # logged here: a signal handler may have interrupted the log itself
+                    log.warning("stopping%s: %s", "" if drain > 0 else " at once", why)
+                for child in children:
+                    child.stop(drain)
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + TICK_SECONDS
+                for child in children:
+                    child.tick()
+        self._publish(path, children)
+        if not started:
+            self._failure = StartError("stopped before every engine was ready")
+
+    def _is_down(self, children: list[Supervised]) -> bool:
+        """The first start failed, or every engine stays down: the cause is kept for `start` or `wait`."""
+        failure = next((c.failure for c in children if c.failure is not None), None)
+        if failure is None and all(c.entry.state == "failed" for c in children):
+            cause = children[-1].entry.cause
+            failure = EngineDead(f"every engine stays down; the last end: {cause.message if cause else 'unknown'}")
+        if failure is not None:
+            self._failure = failure
+            self._over.set()
+        return failure is not None
+
+    def _publish(self, path: Path, children: list[Supervised]) -> None:
+        engines = tuple(c.entry for c in children)
+        if engines == self._deployment.engines:
+            return
+        resolved = next((c.resolved for c in children if c.resolved), {})
+        self._deployment = replace(
+            self._deployment, state=deployment.overall(engines), engines=engines, resolved=resolved
+        )
+        try:
+            deployment.write(path, self._deployment)
+        except OSError as error:  # a full disk is no reason to stop serving
+            log.warning("cannot write %s: %s; clients cannot attach until this works again", path, error)
+
+    def _on_wake(self) -> None:
+        os.eventfd_read(self._wake)

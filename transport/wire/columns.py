@@ -1,0 +1,97 @@
+"""`Columns`, the output of steps for one client: build, check, measure and merge them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from wavecore.transport.errors import ProtocolError
+from wavecore.transport.wire.checks import table
+from wavecore.transport.wire.messages import Columns, FinishReason
+
+_LAST_REASON = max(FinishReason)
+FRAME_LISTS = ("logprobs", "prompt_logprobs", "pooled")  # extras that are positions in Columns.frames
+
+
+def finish_columns(handles: Iterable[int], reason: FinishReason, code: str = "", message: str = "") -> Columns:
+    """Columns that end each of these requests without another token; `code` and `message` say why."""
+    rows = np.fromiter(handles, np.uint32)
+    extras: dict[int, dict[str, Any]] = (
+        {i: {"code": code, "message": message} for i in range(len(rows))} if code else {}
+    )
+    return Columns(
+        rows, np.zeros(len(rows), np.uint32), np.empty(0, np.int32), np.full(len(rows), reason, np.uint8), extras
+    )
+
+
+def check_columns(value: Columns) -> None:
+    """Raise ProtocolError unless the columns fit together and extras name rows and frames that are there."""
+    rows = len(value.handles)
+    if len(value.counts) != rows or len(value.finish) != rows or int(value.counts.sum()) != len(value.tokens):
+        raise ProtocolError(
+            f"columns of {rows} handles, {len(value.counts)} counts, {len(value.finish)} finish codes, "
+            f"{len(value.tokens)} tokens for a sum of {int(value.counts.sum())}"
+        )
+    if rows and value.finish.max() > _LAST_REASON:
+        raise ProtocolError(f"unknown finish code {int(value.finish.max())}")
+    if type(value.extras) is not dict:
+        raise ProtocolError("extras must be a map")
+    for index, extra in value.extras.items():
+        if type(index) is not int or not 0 <= index < rows:
+            raise ProtocolError(f"extras for row {index!r:.20} of {rows}")
+        table(extra)
+        for name in FRAME_LISTS:
+            positions = extra.get(name, ())
+            if type(positions) not in (list, tuple):
+                raise ProtocolError(f"{name} must be a list of frames")
+            for position in positions:
+                if type(position) is not int or not 0 <= position < len(value.frames):
+                    raise ProtocolError(f"{name} names frame {position!r:.20} of {len(value.frames)}")
+
+
+def size_of(columns: Columns) -> int:
+    """About how many bytes the columns hold."""
+    arrays = columns.handles.nbytes + columns.counts.nbytes + columns.tokens.nbytes + columns.finish.nbytes
+    return arrays + sum(len(frame.buffer) for frame in columns.frames) + 64 * len(columns.extras)
+
+
+def merge(*parts: Columns) -> Columns:
+    """One Columns that says what `parts`, in this order, say: a row a handle, in order of first appearance.
+
+    Tokens of a handle are joined; its finish code and plain extras are the last ones given; extras that name frames
+    (`FRAME_LISTS`) are joined, their positions moved to the joined frames.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    handles = np.concatenate([part.handles for part in parts])
+    counts = np.concatenate([part.counts for part in parts])
+    unique, first, row_of = np.unique(handles, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")  # np.unique sorts by value; rows go by first appearance
+    rank = np.empty(len(unique), np.intp)
+    rank[order] = np.arange(len(unique))
+    rows = rank[row_of]
+
+    merged_counts = np.bincount(rows, weights=counts, minlength=len(unique)).astype(np.uint32)
+    tokens = np.concatenate([part.tokens for part in parts])
+    tokens = tokens[np.argsort(np.repeat(rows, counts), kind="stable")]
+    finish = np.zeros(len(unique), np.uint8)
+    codes = np.concatenate([part.finish for part in parts])
+    ended = np.flatnonzero(codes)
+    finish[rows[ended]] = codes[ended]
+
+    extras: dict[int, dict[str, Any]] = {}
+    row_base = frame_base = 0
+    for part in parts:
+        for index, extra in part.extras.items():
+            joined = extras.setdefault(int(rows[row_base + index]), {})
+            for name, value in extra.items():
+                if name in FRAME_LISTS:
+                    joined[name] = [*joined.get(name, ()), *(frame_base + position for position in value)]
+                else:
+                    joined[name] = value
+        row_base += len(part.handles)
+        frame_base += len(part.frames)
+    frames = tuple(frame for part in parts for frame in part.frames)
+    return Columns(unique[order], merged_counts, tokens, finish, extras, frames)

@@ -19,19 +19,19 @@ from torch import Tensor
 class Batch:
     """One step, padded to a bucket of T tokens and R rows.
 
-    Padding tokens have id 0, position 0 and slot -1: their keys and values are written nowhere, their rotated queries
-    and their attention are zero, whatever their hidden state holds. That one is what the layers make of token 0 by
-    itself; no real token reads it. Padding rows have no query, length 0 and sample_index 0: attention skips them, and
-    `sample` yields -1 for slot -1. Make a new object for each forward pass (also over the same buffers): `shared`
+    Padding tokens have id 0, position 0 and KV slot -1: their keys and values are written nowhere, their rotated
+    queries and their attention are zero, whatever their hidden state holds. That one is what the layers make of token
+    0 by itself; no real token reads it. Padding rows have no query, length 0 and sample_index 0: attention skips them,
+    and `sample` yields -1 for slot -1. Make a new object for each forward pass (also over the same buffers): `shared`
     lives as long.
 
     Attributes:
         token_ids: int32 [T].
         positions: int32 [T], place of each token in its sequence.
-        slot_mapping: int64 [T], page * page_size + offset where the token's key and value go, or -1.
+        kv_slots: int64 [T], block * block_size + offset where the token's key and value go, or -1.
         query_start: int32 [R + 1], first token of each row.
         seq_lens: int32 [R], tokens of the sequence, this step's included.
-        block_tables: int32 [R, max_blocks], pages of each row; entries beyond its length are never read.
+        block_tables: int32 [R, max_blocks], the blocks of each row; entries beyond its length are never read.
         sample_index: int64 [R], index of the row's last token (0 for padding rows).
         num_decode_rows: upper bound of rows with one query token.
         max_query_len: upper bound over the rows.
@@ -40,7 +40,7 @@ class Batch:
 
     token_ids: Tensor
     positions: Tensor
-    slot_mapping: Tensor
+    kv_slots: Tensor
     query_start: Tensor
     seq_lens: Tensor
     block_tables: Tensor
@@ -56,7 +56,7 @@ class BatchBuffers:
 
     token_ids: Tensor
     positions: Tensor
-    slot_mapping: Tensor
+    kv_slots: Tensor
     seq_lens: Tensor
     block_tables: Tensor
     sample_index: Tensor
@@ -69,7 +69,7 @@ class BatchBuffers:
         return cls(
             token_ids=zeros(max_tokens),
             positions=zeros(max_tokens),
-            slot_mapping=zeros(max_tokens, dtype=torch.int64),
+            kv_slots=zeros(max_tokens, dtype=torch.int64),
             seq_lens=zeros(max_rows),
             block_tables=zeros(max_rows, max_blocks),
             sample_index=zeros(max_rows, dtype=torch.int64),
@@ -81,7 +81,7 @@ class BatchBuffers:
         return Batch(
             token_ids=self.token_ids[:tokens],
             positions=self.positions[:tokens],
-            slot_mapping=self.slot_mapping[:tokens],
+            kv_slots=self.kv_slots[:tokens],
             query_start=rows.query_start,
             seq_lens=self.seq_lens[:count],
             block_tables=self.block_tables[:count],

@@ -1,4 +1,4 @@
-"""Copies of whole pages inside the cache."""
+"""Copies of whole blocks inside the KV cache."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 BLOCK = 8192
 
 
-def copy_blocks(pages: Tensor, pairs: Tensor) -> None:
+def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
     """See `reference.copy_blocks`."""
-    assert pages.is_contiguous() and pairs.is_contiguous() and pairs.shape[1] == 2
-    size = pages[0].numel()
+    assert kv_cache.is_contiguous() and pairs.is_contiguous() and pairs.shape[1] == 2
+    size = kv_cache[0].numel()
     if len(pairs):
-        _copy_pages[(len(pairs) * triton.cdiv(size, BLOCK),)](pages, pairs, size, BLOCK=BLOCK, num_warps=8)
+        _copy_pages[(len(pairs) * triton.cdiv(size, BLOCK),)](kv_cache, pairs, size, BLOCK=BLOCK, num_warps=8)
 
 
 @triton.jit
-def _copy_pages(pages_ptr, pairs_ptr, size, BLOCK: tl.constexpr):
+def _copy_pages(cache_ptr, pairs_ptr, size, BLOCK: tl.constexpr):
     parts = tl.cdiv(size, BLOCK)
     pair = tl.program_id(0) // parts  # one axis: either number can be above the 65,535 of the others
     part = (tl.program_id(0) % parts).to(tl.int64)
@@ -26,4 +26,4 @@ def _copy_pages(pages_ptr, pairs_ptr, size, BLOCK: tl.constexpr):
     target = tl.load(pairs_ptr + 2 * pair + 1).to(tl.int64)
     i = part * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
-    tl.store(pages_ptr + target * size + i, tl.load(pages_ptr + source * size + i, mask=inside), mask=inside)
+    tl.store(cache_ptr + target * size + i, tl.load(cache_ptr + source * size + i, mask=inside), mask=inside)

@@ -43,9 +43,9 @@ def step_rows(
     )
 
 
-def tables(seq_lens: Sequence[int], page_size: int, device: torch.device | str) -> tuple[Tensor, Tensor, int]:
-    """A token table, a block table of shuffled pages, and the number of pages (page 0 is the null page)."""
-    blocks = [-(-n // page_size) for n in seq_lens]
+def tables(seq_lens: Sequence[int], block_size: int, device: torch.device | str) -> tuple[Tensor, Tensor, int]:
+    """A token table, a block table of shuffled blocks, and the number of blocks (block 0 is the null block)."""
+    blocks = [-(-n // block_size) for n in seq_lens]
     order = torch.randperm(sum(blocks)) + 1
     table = torch.zeros(len(seq_lens), max(*blocks, 1) + 1, dtype=torch.int32)
     done = 0
@@ -59,24 +59,24 @@ def tables(seq_lens: Sequence[int], page_size: int, device: torch.device | str) 
 def make_batch(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
-    page_size: int,
+    block_size: int,
     device: torch.device | str = "cpu",
     pad_rows: int = 0,
     pad_tokens: int = 0,
 ) -> tuple[Batch, int]:
-    """A batch by the twin of `prepare_batch`, and the number of pages it needs."""
+    """A batch by the twin of `prepare_batch`, and the number of blocks it needs."""
     rows = step_rows(query_lens, seq_lens, device, pad_rows, pad_tokens)
-    token_table, block_table, num_pages = tables(seq_lens, page_size, device)
+    token_table, block_table, num_blocks = tables(seq_lens, block_size, device)
     buffers = BatchBuffers.allocate(rows.bucket_tokens, len(rows.slots), block_table.shape[1], device)
-    return prepare_batch(rows, token_table, block_table, page_size, buffers), num_pages
+    return prepare_batch(rows, token_table, block_table, block_size, buffers), num_blocks
 
 
-def make_pages(num_pages: int, layers: int, kv_heads: int, page_size: int, dim: int, like: Tensor) -> Tensor:
-    """Random pages of `like`'s dtype and device; page 0 is zero."""
-    shape = (num_pages, layers, 2, kv_heads, page_size, dim)
-    pages = torch.randn(shape, dtype=torch.float32, device=like.device).to(like.dtype)
-    pages[0] = 0
-    return pages
+def make_kv_cache(num_blocks: int, layers: int, kv_heads: int, block_size: int, dim: int, like: Tensor) -> Tensor:
+    """Random keys and values of `like`'s dtype and device; block 0 is zero."""
+    shape = (num_blocks, layers, 2, kv_heads, block_size, dim)
+    kv_cache = torch.randn(shape, dtype=torch.float32, device=like.device).to(like.dtype)
+    kv_cache[0] = 0
+    return kv_cache
 
 
 def rope_table(positions: int, rot_dim: int, device: torch.device | str, base: float = 10000.0) -> Tensor:
@@ -121,9 +121,9 @@ def sampling_rows(rows: int, vocab: int, device: torch.device | str, **columns: 
     return SamplingRows(**fields | columns)
 
 
-def _batch_and_pages(like: Tensor) -> tuple[Batch, Tensor]:
-    batch, num_pages = make_batch([1, 1, 5], [9, 1, 7], 4, like.device, pad_rows=1, pad_tokens=1)
-    return batch, make_pages(num_pages, 2, 2, 4, 64, like)
+def _batch_and_kv_cache(like: Tensor) -> tuple[Batch, Tensor]:
+    batch, num_blocks = make_batch([1, 1, 5], [9, 1, 7], 4, like.device, pad_rows=1, pad_tokens=1)
+    return batch, make_kv_cache(num_blocks, 2, 2, 4, 64, like)
 
 
 def _prepare(like: Tensor) -> Args:
@@ -139,15 +139,15 @@ def _norm(like: Tensor) -> Args:
 
 
 def _rope(like: Tensor) -> Args:
-    batch, pages = _batch_and_pages(like)
+    batch, kv_cache = _batch_and_kv_cache(like)
     q_norm, k_norm = _randn((64,), like), _randn((64,), like)
     qkv = _randn((8, 8 * 64), like)
-    return qkv, q_norm, k_norm, 1e-6, rope_table(16, 32, like.device), batch, pages, 1, 4, 2
+    return qkv, q_norm, k_norm, 1e-6, rope_table(16, 32, like.device), batch, kv_cache, 1, 4, 2
 
 
 def _attention(like: Tensor) -> Args:
-    batch, pages = _batch_and_pages(like)
-    return _randn((8, 4, 64), like), pages, 1, batch, 0.125, 20.0, 6
+    batch, kv_cache = _batch_and_kv_cache(like)
+    return _randn((8, 4, 64), like), kv_cache, 1, batch, 0.125, 20.0, 6
 
 
 def _gate_up(like: Tensor) -> Args:
@@ -188,7 +188,7 @@ def _sample(like: Tensor) -> Args:
 
 def _copies(like: Tensor) -> Args:
     pairs = torch.tensor([[1, 2], [4, 3]], dtype=torch.int32, device=like.device)
-    return make_pages(5, 2, 2, 4, 64, like), pairs
+    return make_kv_cache(5, 2, 2, 4, 64, like), pairs
 
 
 def _randn(shape: tuple[int, ...], like: Tensor) -> Tensor:

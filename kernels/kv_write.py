@@ -18,18 +18,18 @@ def qk_norm_rope_kv_write(
     eps: float,
     cos_sin: Tensor,
     batch: Batch,
-    pages: Tensor,
+    kv_cache: Tensor,
     layer: int,
     num_heads: int,
     num_kv_heads: int,
     weight_offset: float = 0.0,
 ) -> Tensor:
-    """See `reference.qk_norm_rope_kv_write`; qkv, cos_sin and pages are contiguous."""
+    """See `reference.qk_norm_rope_kv_write`; qkv, cos_sin and kv_cache are contiguous."""
     tokens = qkv.shape[0]
-    _, num_layers, _, kv_heads, page_size, dim = pages.shape
+    _, num_layers, _, kv_heads, block_size, dim = kv_cache.shape
     heads = num_heads + 2 * num_kv_heads
     assert qkv.shape[1] == heads * dim and kv_heads == num_kv_heads
-    assert qkv.is_contiguous() and pages.is_contiguous() and cos_sin.is_contiguous()
+    assert qkv.is_contiguous() and kv_cache.is_contiguous() and cos_sin.is_contiguous()
     assert (q_norm is None) == (k_norm is None)
     q = qkv.new_empty(tokens, num_heads, dim)
     if tokens:
@@ -41,9 +41,9 @@ def qk_norm_rope_kv_write(
             weight_offset,
             cos_sin,
             batch.positions,
-            batch.slot_mapping,
+            batch.kv_slots,
             q,
-            pages,
+            kv_cache,
             layer,
             num_layers,
             HAS_NORM=q_norm is not None,
@@ -51,7 +51,7 @@ def qk_norm_rope_kv_write(
             HKV=num_kv_heads,
             DIM=dim,
             ROT=cos_sin.shape[1],
-            PAGE=page_size,
+            KV_BLOCK=block_size,
             BLOCK_H=HEADS_PER_PROGRAM,
             BLOCK_D=triton.next_power_of_2(dim),
             num_warps=2,
@@ -68,9 +68,9 @@ def _norm_rope_write(
     weight_offset,
     cos_sin_ptr,
     positions_ptr,
-    slot_mapping_ptr,
+    kv_slots_ptr,
     q_ptr,
-    pages_ptr,
+    cache_ptr,
     layer,
     num_layers,
     HAS_NORM: tl.constexpr,
@@ -78,12 +78,12 @@ def _norm_rope_write(
     HKV: tl.constexpr,
     DIM: tl.constexpr,
     ROT: tl.constexpr,
-    PAGE: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + token)
+    kv_slot = tl.load(kv_slots_ptr + token)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (head < HQ + 2 * HKV) & (d < DIM)
@@ -103,11 +103,11 @@ def _norm_rope_write(
     sin = tl.load(angles + ROT // 2, mask=rotated, other=0.0)
     turned = x * cos + y * tl.where(d < ROT // 2, -sin, sin)
     result = tl.where(head < HQ + HKV, turned.to(raw.dtype), raw)
-    result = tl.where(slot >= 0, result, 0.0)  # queries of padding tokens; a select, so that not even NaN passes
+    result = tl.where(kv_slot >= 0, result, 0.0)  # queries of padding tokens; a select, so that not even NaN passes
     tl.store(q_ptr + token * (HQ * DIM) + head * DIM + d, result, mask=inside & is_q)
-    chunk = (slot // PAGE * num_layers + layer) * (2 * HKV) + (head - HQ)  # of [PAGE, DIM], int64
-    target = pages_ptr + (chunk * PAGE + slot % PAGE) * DIM + d
-    tl.store(target, result, mask=inside & (head >= HQ) & (slot >= 0))
+    chunk = (kv_slot // KV_BLOCK * num_layers + layer) * (2 * HKV) + (head - HQ)  # of [KV_BLOCK, DIM], int64
+    target = cache_ptr + (chunk * KV_BLOCK + kv_slot % KV_BLOCK) * DIM + d
+    tl.store(target, result, mask=inside & (head >= HQ) & (kv_slot >= 0))
 
 
 @triton.jit

@@ -67,9 +67,9 @@ def _pick(name: str, tensor: Tensor) -> Callable[..., Any]:
 
 
 def prepare_batch(
-    rows: StepRows, token_table: Tensor, block_table: Tensor, page_size: int, buffers: BatchBuffers
+    rows: StepRows, token_table: Tensor, block_table: Tensor, block_size: int, buffers: BatchBuffers
 ) -> Batch:
-    batch: Batch = _pick("prepare_batch", token_table)(rows, token_table, block_table, page_size, buffers)
+    batch: Batch = _pick("prepare_batch", token_table)(rows, token_table, block_table, block_size, buffers)
     return batch
 
 
@@ -87,21 +87,21 @@ def qk_norm_rope_kv_write(
     eps: float,
     cos_sin: Tensor,
     batch: Batch,
-    pages: Tensor,
+    kv_cache: Tensor,
     layer: int,
     num_heads: int,
     num_kv_heads: int,
     weight_offset: float = 0.0,
 ) -> Tensor:
     fn = _pick("qk_norm_rope_kv_write", qkv)
-    q: Tensor = fn(qkv, q_norm, k_norm, eps, cos_sin, batch, pages, layer, num_heads, num_kv_heads, weight_offset)
+    q: Tensor = fn(qkv, q_norm, k_norm, eps, cos_sin, batch, kv_cache, layer, num_heads, num_kv_heads, weight_offset)
     return q
 
 
 def paged_attention(
-    q: Tensor, pages: Tensor, layer: int, batch: Batch, scale: float, soft_cap: float = 0.0, window: int = 0
+    q: Tensor, kv_cache: Tensor, layer: int, batch: Batch, scale: float, soft_cap: float = 0.0, window: int = 0
 ) -> Tensor:
-    out: Tensor = _pick("paged_attention", q)(q, pages, layer, batch, scale, soft_cap, window)
+    out: Tensor = _pick("paged_attention", q)(q, kv_cache, layer, batch, scale, soft_cap, window)
     return out
 
 
@@ -120,5 +120,5 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     return result
 
 
-def copy_blocks(pages: Tensor, pairs: Tensor) -> None:
-    _pick("copy_blocks", pages)(pages, pairs)
+def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
+    _pick("copy_blocks", kv_cache)(kv_cache, pairs)

@@ -12,7 +12,7 @@ BLOCK = 256
 
 
 def prepare_batch(
-    rows: StepRows, token_table: Tensor, block_table: Tensor, page_size: int, buffers: BatchBuffers
+    rows: StepRows, token_table: Tensor, block_table: Tensor, block_size: int, buffers: BatchBuffers
 ) -> Batch:
     """See `reference.prepare_batch`."""
     count, tokens, width = len(rows.slots), rows.bucket_tokens, block_table.shape[1]
@@ -29,7 +29,7 @@ def prepare_batch(
         block_table.stride(0),
         buffers.token_ids,
         buffers.positions,
-        buffers.slot_mapping,
+        buffers.kv_slots,
         buffers.seq_lens,
         buffers.block_tables,
         buffers.block_tables.stride(0),
@@ -38,7 +38,7 @@ def prepare_batch(
         tokens,
         token_programs,
         count.bit_length(),
-        PAGE=page_size,
+        KV_BLOCK=block_size,
         BLOCK=BLOCK,
     )
     return buffers.view(rows)
@@ -55,7 +55,7 @@ def _prepare(
     block_stride,
     token_ids_ptr,
     positions_ptr,
-    slot_mapping_ptr,
+    kv_slots_ptr,
     seq_lens_ptr,
     row_tables_ptr,
     row_stride,
@@ -64,7 +64,7 @@ def _prepare(
     num_tokens,
     token_programs,
     search_steps,
-    PAGE: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -86,10 +86,10 @@ def _prepare(
         position = tl.where(real, start + token - tl.load(query_start_ptr + low, mask=real, other=0), 0)
         slot = tl.load(slots_ptr + low, mask=real, other=0).to(tl.int64)
         ids = tl.load(token_table_ptr + slot * token_stride + position, mask=real, other=0)
-        page = tl.load(block_table_ptr + slot * block_stride + position // PAGE, mask=real, other=0).to(tl.int64)
+        block = tl.load(block_table_ptr + slot * block_stride + position // KV_BLOCK, mask=real, other=0).to(tl.int64)
         tl.store(token_ids_ptr + token, ids, mask=inside)
         tl.store(positions_ptr + token, position, mask=inside)
-        tl.store(slot_mapping_ptr + token, tl.where(real, page * PAGE + position % PAGE, -1), mask=inside)
+        tl.store(kv_slots_ptr + token, tl.where(real, block * KV_BLOCK + position % KV_BLOCK, -1), mask=inside)
     else:
         row = program - token_programs
         begin = tl.load(query_start_ptr + row)
@@ -98,9 +98,9 @@ def _prepare(
         tl.store(seq_lens_ptr + row, length)
         tl.store(sample_index_ptr + row, tl.where(after > begin, after - 1, 0).to(tl.int64))
         row_slot = tl.maximum(tl.load(slots_ptr + row), 0).to(tl.int64)
-        blocks = (length + PAGE - 1) // PAGE
+        blocks = (length + KV_BLOCK - 1) // KV_BLOCK
         for first in range(0, blocks, BLOCK):
             column = first + lane
             used = column < blocks
-            pages = tl.load(block_table_ptr + row_slot * block_stride + column, mask=used, other=0)
-            tl.store(row_tables_ptr + row.to(tl.int64) * row_stride + column, pages, mask=used)
+            kv_cache = tl.load(block_table_ptr + row_slot * block_stride + column, mask=used, other=0)
+            tl.store(row_tables_ptr + row.to(tl.int64) * row_stride + column, kv_cache, mask=used)

@@ -24,7 +24,7 @@ from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers
 from wavecore.kernels.examples import make_batch, rope_table, sampling_rows, step_rows, tables
 
-PAGE = 64
+BLOCK_SIZE = 64
 Call = Callable[[], object]
 SHAPES = {"0.6B": (16, 8, 128), "8B": (32, 8, 128), "135M": (9, 3, 64)}  # query heads, kv heads, head_dim
 DECODES = {
@@ -88,14 +88,14 @@ def ceilings() -> None:
 def attention_calls(model: str, query_lens: list[int], seq_lens: list[int], layers: int) -> list[Call]:
     """One call a layer; the first builds the task map, as in a model."""
     heads, kv_heads, dim = SHAPES[model]
-    batch, num_pages = make_batch(query_lens, seq_lens, PAGE, "cuda")
-    pages = randn(num_pages, layers, 2, kv_heads, PAGE, dim)
+    batch, num_blocks = make_batch(query_lens, seq_lens, BLOCK_SIZE, "cuda")
+    kv_cache = randn(num_blocks, layers, 2, kv_heads, BLOCK_SIZE, dim)
     q = randn(sum(query_lens), heads, dim)
 
     def call(layer: int) -> None:
         if layer == 0:
             batch.shared.clear()
-        ops.paged_attention(q, pages, layer, batch, dim**-0.5)
+        ops.paged_attention(q, kv_cache, layer, batch, dim**-0.5)
 
     return [partial(call, layer) for layer in range(layers)]
 
@@ -139,14 +139,14 @@ def kv_writes() -> None:
         heads, kv_heads, dim = SHAPES[model]
         layers = 20 if tokens < 8192 else 4
         queries = [1] * tokens if tokens < 8192 else [2048] * 4
-        batch, num_pages = make_batch(queries, [q + 500 for q in queries], PAGE, "cuda")
-        pages = randn(num_pages, layers, 2, kv_heads, PAGE, dim)
+        batch, num_blocks = make_batch(queries, [q + 500 for q in queries], BLOCK_SIZE, "cuda")
+        kv_cache = randn(num_blocks, layers, 2, kv_heads, BLOCK_SIZE, dim)
         norm = randn(dim) if model == "0.6B" else None
         width = (heads + 2 * kv_heads) * dim
         table = rope_table(4096, dim, "cuda")
         op = ops.qk_norm_rope_kv_write
         calls = [
-            partial(op, randn(tokens, width), norm, norm, 1e-6, table, batch, pages, layer, heads, kv_heads)
+            partial(op, randn(tokens, width), norm, norm, 1e-6, table, batch, kv_cache, layer, heads, kv_heads)
             for layer in range(layers)
         ]
         report(f"norm, rope, kv write {model} {tokens} tokens", calls, moved=4.0 * tokens * width)
@@ -155,18 +155,18 @@ def kv_writes() -> None:
 def copies() -> None:
     """Copy-on-write of blocks of 2 MiB, as `choose_block_size` makes them."""
     for blocks in (1, 16, 256):
-        pages = randn(8 * blocks, 32, 2, 8, 16, 128)
+        kv_cache = randn(8 * blocks, 32, 2, 8, 16, 128)
         pairs = torch.randperm(8 * blocks, dtype=torch.int32, device="cuda").view(4, blocks, 2)
-        calls = [partial(ops.copy_blocks, pages, some) for some in pairs]
-        report(f"copy_blocks {blocks} of 2 MiB", calls, moved=pages.nbytes / 4)
+        calls = [partial(ops.copy_blocks, kv_cache, some) for some in pairs]
+        report(f"copy_blocks {blocks} of 2 MiB", calls, moved=kv_cache.nbytes / 4)
 
 
 def preparation() -> None:
     for rows, length in ((1, 1000), (256, 1000), (1024, 4000)):
         plan = step_rows([1] * rows, [length] * rows, "cuda")
-        token_table, block_table, _ = tables([length] * rows, PAGE, "cuda")
+        token_table, block_table, _ = tables([length] * rows, BLOCK_SIZE, "cuda")
         buffers = BatchBuffers.allocate(rows, rows, block_table.shape[1], "cuda")
-        calls = [partial(ops.prepare_batch, plan, token_table, block_table, PAGE, buffers)] * 20
+        calls = [partial(ops.prepare_batch, plan, token_table, block_table, BLOCK_SIZE, buffers)] * 20
         report(f"prepare_batch {rows} rows of {length}", calls)
 
 

@@ -15,7 +15,7 @@ MAX_SHOWN = 2048  # tokens; the map has their square
 
 
 def attention_map(model: Decoder, info: RunnerInfo, prompt: list[int], layer: int, head: int) -> F32:
-    """float32 [n, n]: how much query token i looks at key token j. Runs the model over pages of its own.
+    """float32 [n, n]: how much query token i looks at key token j. Runs the model over blocks of its own.
 
     Raises:
         ValidationError: no such layer, head or token, or a prompt too long to show.
@@ -31,7 +31,7 @@ def attention_map(model: Decoder, info: RunnerInfo, prompt: list[int], layer: in
         raise ValidationError("prompt", f"holds something that is no token id below {spec.vocab_size}")
     device, size = model.embedding.device, info.block_size
     blocks = -(-len(prompt) // size) + 1
-    pages = torch.zeros(
+    kv_cache = torch.zeros(
         (blocks, spec.num_layers, 2, spec.num_kv_heads, size, spec.head_dim), dtype=model.embedding.dtype, device=device
     )
     batch = _single(prompt, size, blocks, device)
@@ -39,10 +39,10 @@ def attention_map(model: Decoder, info: RunnerInfo, prompt: list[int], layer: in
 
     def observe(at: int, q: Tensor) -> None:
         if at == layer:
-            keys = pages[1:, layer, 0, head // (spec.num_heads // spec.num_kv_heads)].flatten(0, 1)[: len(prompt)]
+            keys = kv_cache[1:, layer, 0, head // (spec.num_heads // spec.num_kv_heads)].flatten(0, 1)[: len(prompt)]
             found.append(_weights(q[:, head].float(), keys.float(), model, layer))
 
-    model.forward(model.embed(batch.token_ids), batch, pages, observe)
+    model.forward(model.embed(batch.token_ids), batch, kv_cache, observe)
     weights: F32 = found[0].cpu().numpy()
     return weights
 
@@ -61,7 +61,7 @@ def _weights(q: Tensor, k: Tensor, model: Decoder, layer: int) -> Tensor:
 
 
 def _single(prompt: list[int], size: int, blocks: int, device: torch.device) -> Batch:
-    """One row over pages 1, 2, ...; page 0 stays empty."""
+    """One row over blocks 1, 2, ...; block 0 stays empty."""
     n = len(prompt)
 
     def ints(values: object, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -70,7 +70,7 @@ def _single(prompt: list[int], size: int, blocks: int, device: torch.device) -> 
     return Batch(
         token_ids=ints(prompt),
         positions=ints(range(n)),
-        slot_mapping=ints(np.arange(n) + size, torch.int64),
+        kv_slots=ints(np.arange(n) + size, torch.int64),
         query_start=ints([0, n]),
         seq_lens=ints([n]),
         block_tables=ints([range(1, blocks)]),

@@ -31,16 +31,16 @@ class BlockCopies:
         self.done = -1
         self.copied: torch.cuda.Event | None = None  # recorded behind the copies that the next rows need
 
-    def start(self, plan: StepPlan, pages: Tensor, host_pages: Tensor) -> None:
+    def start(self, plan: StepPlan, kv_cache: Tensor, host_kv_cache: Tensor) -> None:
         """Begin the plan's transfer and its copies behind everything that the current stream holds so far.
 
         Args:
-            pages, host_pages: [blocks, ...] on the device and pinned on the host.
+            kv_cache, host_kv_cache: [blocks, ...] on the device and pinned on the host.
         """
         if len(plan.swap_out) or len(plan.swap_in):
             with _behind_current(self.swaps):
-                _move(plan.swap_out, pages, host_pages)
-                _move(plan.swap_in, host_pages, pages)
+                _move(plan.swap_out, kv_cache, host_kv_cache)
+                _move(plan.swap_in, host_kv_cache, kv_cache)
                 event = _record(self.swaps)
             if event is None:
                 self.done = plan.step_id
@@ -48,7 +48,7 @@ class BlockCopies:
                 self.in_flight.append((plan.step_id, event))
         if len(plan.copies):
             with _behind_current(self.cow):
-                ops.copy_blocks(pages, self.uploads.new(plan.copies))
+                ops.copy_blocks(kv_cache, self.uploads.new(plan.copies))
                 self.copied = _record(self.cow)
 
     def join(self, step_id: int) -> None:

@@ -61,7 +61,7 @@ class ModelRunner:
         self.out = CopyOut(max_num_seqs, extras, self.device)
         self.copies = BlockCopies(self.device, self.state.uploads)
         self.bucket_limits = None if self.device.type == "cpu" else (max_num_batched_tokens, max_num_seqs)
-        self.pages = self.host_pages = torch.empty(0)
+        self.kv_cache = self.host_kv_cache = torch.empty(0)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """(Re)allocate the KV cache: blocks on the device, and pinned ones on the host to swap to.
@@ -71,21 +71,21 @@ class ModelRunner:
             torch.OutOfMemoryError, MemoryError, RuntimeError: the device has none.
         """
         spec, dtype = self.model.spec, self.model.embedding.dtype
-        page = (spec.num_layers, 2, spec.num_kv_heads, self.info.block_size, spec.head_dim)
-        self.pages = self.host_pages = torch.empty(0)  # the old ones go before the new ones come
-        self.pages = zeros(num_blocks, *page, dtype=dtype, device=self.device)
+        block = (spec.num_layers, 2, spec.num_kv_heads, self.info.block_size, spec.head_dim)
+        self.kv_cache = self.host_kv_cache = torch.empty(0)  # the old ones go before the new ones come
+        self.kv_cache = zeros(num_blocks, *block, dtype=dtype, device=self.device)
 
         def on_host() -> Tensor:
             if self.device.type == "cuda":
-                return pinned_zeros((num_host_blocks, *page), dtype)
-            return zeros(num_host_blocks, *page, dtype=dtype, device=self.device)
+                return pinned_zeros((num_host_blocks, *block), dtype)
+            return zeros(num_host_blocks, *block, dtype=dtype, device=self.device)
 
-        host_pages, fault = unless_short_of_memory(on_host)
-        if host_pages is None:
+        host_kv_cache, fault = unless_short_of_memory(on_host)
+        if host_kv_cache is None:
             size = gib(num_host_blocks * self.block_bytes)
             what = f"the host cannot give {size} of memory for swapped blocks: {fault}"
             raise no_room(what, [{"swap_space_gib": 0}])
-        self.host_pages = host_pages
+        self.host_kv_cache = host_kv_cache
         self.info = replace(self.info, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         if num_host_blocks:
             self.info = replace(self.info, swap_block_seconds=self._time_swap())
@@ -109,7 +109,7 @@ class ModelRunner:
         """Begin the plan's block copies, apply its events, run its rows, and begin to fetch what they produce."""
         with self._out_of_memory(plan):
             self.copies.join(plan.after)
-            self.copies.start(plan, self.pages, self.host_pages)
+            self.copies.start(plan, self.kv_cache, self.host_kv_cache)
             shape = StepShape.of(plan, self.bucket_limits)
             self.state.admit(plan.admitted)
             asked = self.state.asked(shape)
@@ -178,7 +178,7 @@ class ModelRunner:
         x = model.embed(batch.token_ids)
         if embeds_of is not None:
             state.insert_embeds(x, embeds_of)
-        return batch, *model.forward(x, batch, self.pages)
+        return batch, *model.forward(x, batch, self.kv_cache)
 
     def logits(self, batch: Batch, x: Tensor, residual: Tensor) -> Tensor:
         """[R, vocab] at the last token of each row."""
@@ -192,8 +192,8 @@ class ModelRunner:
         buffers = [getattr(self.buffers, field.name) for field in fields(self.buffers)]
         stats = {
             "weights_bytes": sum(weights.values()),
-            "kv_cache_bytes": self.pages.nbytes,
-            "host_kv_cache_bytes": self.host_pages.nbytes,
+            "kv_cache_bytes": self.kv_cache.nbytes,
+            "host_kv_cache_bytes": self.host_kv_cache.nbytes,
             "tables_bytes": sum(t.nbytes for t in (*buffers, *self.state.tensors(), self.out.vector)),
             "sampling_bytes": sum(t.nbytes for t in self.state.sampling.tensors()),
         }
@@ -216,7 +216,7 @@ class ModelRunner:
 
     def _time_swap(self) -> float:
         """Seconds to copy one block to the host: the best of three, the first being slow."""
-        return min(timeit.repeat(lambda: self.host_pages[0].copy_(self.pages[0]), number=1, repeat=3))
+        return min(timeit.repeat(lambda: self.host_kv_cache[0].copy_(self.kv_cache[0]), number=1, repeat=3))
 
     @contextmanager
     def _out_of_memory(self, plan: StepPlan) -> Iterator[None]:

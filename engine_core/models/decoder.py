@@ -81,12 +81,14 @@ class Decoder:
         x = F.embedding(token_ids, self.embedding)
         return x if self.embed_scale == 1.0 else x * self.embed_scale
 
-    def forward(self, x: Tensor, batch: Batch, pages: Tensor, observe: Observer | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, batch: Batch, kv_cache: Tensor, observe: Observer | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run all layers.
 
         Args:
             x: [T, hidden] from `embed`.
-            pages: the KV cache; keys and values of this step are written at `batch.slot_mapping`.
+            kv_cache: the KV cache; keys and values of this step are written at `batch.kv_slots`.
             observe: called with (layer, rotated queries [T, heads, dim]) once the layer's keys are in the cache.
 
         Returns:
@@ -100,11 +102,21 @@ class Decoder:
             qkv = linear(x, layer.qkv, layer.qkv_bias)
             table = self.tables[spec.rope_of_layer[i]]
             q = ops.qk_norm_rope_kv_write(
-                qkv, layer.q_norm, layer.k_norm, eps, table, batch, pages, i, spec.num_heads, spec.num_kv_heads, offset
+                qkv,
+                layer.q_norm,
+                layer.k_norm,
+                eps,
+                table,
+                batch,
+                kv_cache,
+                i,
+                spec.num_heads,
+                spec.num_kv_heads,
+                offset,
             )
             if observe is not None:
                 observe(i, q)
-            x = ops.paged_attention(q, pages, i, batch, spec.scale, spec.attn_soft_cap, spec.windows[i])
+            x = ops.paged_attention(q, kv_cache, i, batch, spec.scale, spec.attn_soft_cap, spec.windows[i])
             x = linear(x, layer.o, layer.o_bias)
             if layer.post_attn_norm is not None:
                 x, _ = ops.add_rms_norm(x, None, layer.post_attn_norm, eps, offset)

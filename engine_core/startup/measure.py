@@ -48,7 +48,7 @@ def measure(runner: ModelRunner, config: EngineConfig) -> tuple[Shares, str]:
         utilization=config.gpu_memory_utilization,
         weights=weights,
         tables=max(before - weights, 0),
-        activations=torch.cuda.max_memory_reserved(device) - before - runner.pages.nbytes + SLACK,
+        activations=torch.cuda.max_memory_reserved(device) - before - runner.kv_cache.nbytes + SLACK,
         graphs=graphs or 0,
         others=total - free - torch.cuda.memory_reserved(device),
     )

@@ -23,7 +23,7 @@ MERGE_BLOCK = 16
 def decode_attention(
     out: Tensor,
     q: Tensor,
-    pages: Tensor,
+    kv_cache: Tensor,
     layer: int,
     batch: Batch,
     scale: float,
@@ -33,7 +33,7 @@ def decode_attention(
 ) -> None:
     """Write the tokens of rows with one query token into out [T, Hq * D]; zeros for padding tokens if asked."""
     tokens, heads, dim = q.shape
-    _, num_layers, _, kv_heads, page_size, _ = pages.shape
+    _, num_layers, _, kv_heads, block_size, _ = kv_cache.shape
     rows = len(batch.seq_lens)
     assert heads // kv_heads <= MAX_GROUP
     tile, warps, stages, resident = decode_shape(dim, q.dtype)
@@ -45,7 +45,7 @@ def decode_attention(
     block_d = max(LEAST_BLOCK_D, triton.next_power_of_2(dim))
     _decode[(len(ranges.first_row), kv_heads)](
         q,
-        pages,
+        kv_cache,
         batch.block_tables,
         batch.block_tables.stride(0),
         batch.query_start,
@@ -66,7 +66,7 @@ def decode_attention(
         HQ=heads,
         HKV=kv_heads,
         DIM=dim,
-        PAGE=page_size,
+        KV_BLOCK=block_size,
         BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK_D=block_d,
         TILE=tile,
@@ -96,7 +96,7 @@ def decode_attention(
 @triton.jit(do_not_specialize=["table_stride", "layer", "num_layers", "num_rows"])
 def _decode(
     q_ptr,
-    pages_ptr,
+    cache_ptr,
     tables_ptr,
     table_stride,
     query_start_ptr,
@@ -117,7 +117,7 @@ def _decode(
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     DIM: tl.constexpr,
-    PAGE: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
@@ -136,9 +136,9 @@ def _decode(
     d = tl.arange(0, BLOCK_D)
     here = (g < GROUP)[:, None] & (d < DIM)[None, :]
     head = kv_head * GROUP + g
-    page_stride = num_layers.to(tl.int64) * (2 * HKV * PAGE * DIM)
-    k_offset = (layer.to(tl.int64) * (2 * HKV) + kv_head) * (PAGE * DIM)
-    v_offset = k_offset + HKV * PAGE * DIM
+    block_stride = num_layers.to(tl.int64) * (2 * HKV * KV_BLOCK * DIM)
+    k_offset = (layer.to(tl.int64) * (2 * HKV) + kv_head) * (KV_BLOCK * DIM)
+    v_offset = k_offset + HKV * KV_BLOCK * DIM
 
     row = tl.load(first_row_ptr + program)
     at = range_begin
@@ -163,8 +163,8 @@ def _decode(
             for tile in range(at, stop):
                 key = (tile + tile_offset) * TILE + tl.arange(0, TILE)
                 visible = (key < length) & (key >= first_key)  # never empty: every tile of a row holds such keys
-                k = load_tile(pages_ptr, table_ptr, k_offset, page_stride, key, visible, True, PAGE, DIM, BLOCK_D)
-                v = load_tile(pages_ptr, table_ptr, v_offset, page_stride, key, visible, True, PAGE, DIM, BLOCK_D)
+                k = load_tile(cache_ptr, table_ptr, k_offset, block_stride, key, visible, True, KV_BLOCK, DIM, BLOCK_D)
+                v = load_tile(cache_ptr, table_ptr, v_offset, block_stride, key, visible, True, KV_BLOCK, DIM, BLOCK_D)
                 acc, peak, total = softmax_step(
                     q, k, v, acc, peak, total, visible[None, :], scale, soft_cap, HAS_CAP, True, GUARD=False
                 )

@@ -15,23 +15,23 @@ from wavecore.kernels.batch import Batch
 
 def paged_attention(
     q: Tensor,
-    pages: Tensor,
+    kv_cache: Tensor,
     layer: int,
     batch: Batch,
     scale: float,
     soft_cap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """See `reference.paged_attention`; q and pages are contiguous."""
+    """See `reference.paged_attention`; q and kv_cache are contiguous."""
     tokens, heads, dim = q.shape
-    assert q.is_contiguous() and pages.is_contiguous() and batch.block_tables.stride(1) == 1
-    assert dim == pages.shape[5] and heads % pages.shape[3] == 0
+    assert q.is_contiguous() and kv_cache.is_contiguous() and batch.block_tables.stride(1) == 1
+    assert dim == kv_cache.shape[5] and heads % kv_cache.shape[3] == 0
     out = q.new_empty(tokens, heads * dim)
     if not tokens:
         return out
     prefill = batch.max_query_len > 1
     if prefill:
-        prefill_attention(out, q, pages, layer, batch, scale, soft_cap, window)
+        prefill_attention(out, q, kv_cache, layer, batch, scale, soft_cap, window)
     if batch.num_decode_rows or not prefill:
-        decode_attention(out, q, pages, layer, batch, scale, soft_cap, window, zero_padding=not prefill)
+        decode_attention(out, q, kv_cache, layer, batch, scale, soft_cap, window, zero_padding=not prefill)
     return out

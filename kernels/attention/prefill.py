@@ -1,4 +1,4 @@
-"""Causal attention for rows with several query tokens, over their pages.
+"""Causal attention for rows with several query tokens, over their blocks.
 
 A program handles BLOCK_M = (query tokens) x (query heads of one key head) rows of the matrix product. Row r's
 programs start at query_start[r] // tokens_per_program + r: an upper bound that needs no map and no host lengths.
@@ -16,11 +16,11 @@ from wavecore.kernels.batch import Batch
 
 
 def prefill_attention(
-    out: Tensor, q: Tensor, pages: Tensor, layer: int, batch: Batch, scale: float, soft_cap: float, window: int
+    out: Tensor, q: Tensor, kv_cache: Tensor, layer: int, batch: Batch, scale: float, soft_cap: float, window: int
 ) -> None:
     """Write the tokens of rows with several query tokens into out [T, Hq * D], and zeros for padding tokens."""
     tokens, heads, dim = q.shape
-    _, num_layers, _, kv_heads, page_size, _ = pages.shape
+    _, num_layers, _, kv_heads, block_size, _ = kv_cache.shape
     rows = len(batch.seq_lens)
     block_m, block_n, warps, stages = prefill_shape(dim, q.dtype, q.device)
     group = heads // kv_heads
@@ -28,7 +28,7 @@ def prefill_attention(
     block_q = block_m // group
     _prefill[(tokens // block_q + rows + 1, kv_heads)](
         q,
-        pages,
+        kv_cache,
         batch.block_tables,
         batch.block_tables.stride(0),
         batch.query_start,
@@ -46,7 +46,7 @@ def prefill_attention(
         HQ=heads,
         HKV=kv_heads,
         DIM=dim,
-        PAGE=page_size,
+        KV_BLOCK=block_size,
         BLOCK_M=block_m,
         BLOCK_Q=block_q,
         BLOCK_N=block_n,
@@ -59,7 +59,7 @@ def prefill_attention(
 @triton.jit(do_not_specialize=["table_stride", "layer", "num_layers", "num_rows", "num_tokens", "search_steps"])
 def _prefill(
     q_ptr,
-    pages_ptr,
+    cache_ptr,
     tables_ptr,
     table_stride,
     query_start_ptr,
@@ -77,7 +77,7 @@ def _prefill(
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     DIM: tl.constexpr,
-    PAGE: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -123,9 +123,9 @@ def _prefill(
     first_position = length - queries + first_query
     position = first_position + query
 
-    page_stride = num_layers.to(tl.int64) * (2 * HKV * PAGE * DIM)
-    k_offset = (layer.to(tl.int64) * (2 * HKV) + kv_head) * (PAGE * DIM)
-    v_offset = k_offset + HKV * PAGE * DIM
+    block_stride = num_layers.to(tl.int64) * (2 * HKV * KV_BLOCK * DIM)
+    k_offset = (layer.to(tl.int64) * (2 * HKV) + kv_head) * (KV_BLOCK * DIM)
+    v_offset = k_offset + HKV * KV_BLOCK * DIM
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -140,8 +140,8 @@ def _prefill(
         free = (first_position + 1) // BLOCK_N * BLOCK_N  # before it, all queries see all keys
     for start in range(begin, free, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        k = load_tile(pages_ptr, table_ptr, k_offset, page_stride, key, key, False, PAGE, DIM, BLOCK_D)
-        v = load_tile(pages_ptr, table_ptr, v_offset, page_stride, key, key, False, PAGE, DIM, BLOCK_D)
+        k = load_tile(cache_ptr, table_ptr, k_offset, block_stride, key, key, False, KV_BLOCK, DIM, BLOCK_D)
+        v = load_tile(cache_ptr, table_ptr, v_offset, block_stride, key, key, False, KV_BLOCK, DIM, BLOCK_D)
         acc, peak, total = softmax_step(q, k, v, acc, peak, total, key, scale, soft_cap, HAS_CAP, False, False)
     for start in range(free, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
@@ -149,8 +149,8 @@ def _prefill(
         visible = key[None, :] <= position[:, None]
         if WINDOW:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
-        k = load_tile(pages_ptr, table_ptr, k_offset, page_stride, key, seen, True, PAGE, DIM, BLOCK_D)
-        v = load_tile(pages_ptr, table_ptr, v_offset, page_stride, key, seen, True, PAGE, DIM, BLOCK_D)
+        k = load_tile(cache_ptr, table_ptr, k_offset, block_stride, key, seen, True, KV_BLOCK, DIM, BLOCK_D)
+        v = load_tile(cache_ptr, table_ptr, v_offset, block_stride, key, seen, True, KV_BLOCK, DIM, BLOCK_D)
         acc, peak, total = softmax_step(
             q, k, v, acc, peak, total, visible & seen[None, :], scale, soft_cap, HAS_CAP, True, GUARD=WINDOW > 0
         )

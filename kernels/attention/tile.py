@@ -10,27 +10,27 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def load_tile(
-    pages_ptr,
+    cache_ptr,
     table_ptr,
     chunk_offset,
-    page_stride,
+    block_stride,
     key,
     seen,
     MASKED: tl.constexpr,
-    PAGE: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows `key` of one head's [PAGE, DIM] chunks, found through the block table; zero where not `seen`.
+    """Rows `key` of one head's [KV_BLOCK, DIM] chunks, found through the block table; zero where not `seen`.
 
-    `chunk_offset` is where the head's chunk lies inside a page. Offsets are int64: caches exceed 2**31 elements.
+    `chunk_offset` is where the head's chunk lies inside a block. Offsets are int64: caches exceed 2**31 elements.
     """
     d = tl.arange(0, BLOCK_D)[None, :]
     if MASKED:
-        page = tl.load(table_ptr + key // PAGE, mask=seen, other=0).to(tl.int64)
+        block = tl.load(table_ptr + key // KV_BLOCK, mask=seen, other=0).to(tl.int64)
     else:
-        page = tl.load(table_ptr + key // PAGE).to(tl.int64)
-    place = pages_ptr + (page * page_stride + chunk_offset + key % PAGE * DIM)[:, None] + d
+        block = tl.load(table_ptr + key // KV_BLOCK).to(tl.int64)
+    place = cache_ptr + (block * block_stride + chunk_offset + key % KV_BLOCK * DIM)[:, None] + d
     if MASKED:
         tile = tl.load(place, mask=seen[:, None] & (d < DIM), other=0.0)
     elif BLOCK_D != DIM:

@@ -26,7 +26,7 @@ __all__ = [
 
 
 def prepare_batch(
-    rows: StepRows, token_table: Tensor, block_table: Tensor, page_size: int, buffers: BatchBuffers
+    rows: StepRows, token_table: Tensor, block_table: Tensor, block_size: int, buffers: BatchBuffers
 ) -> Batch:
     """Fill the buffers for one step from the slots' state.
 
@@ -34,7 +34,7 @@ def prepare_batch(
         rows: the step's rows, padded to R.
         token_table: int32 [slots, max_len].
         block_table: int32 [slots, max_blocks], at most as wide as the buffers' tables.
-        page_size: tokens a page.
+        block_size: tokens a block.
         buffers: written and viewed by the returned batch.
     """
     count, tokens = len(rows.slots), rows.bucket_tokens
@@ -46,11 +46,11 @@ def prepare_batch(
     position = rows.starts[row_or_0] + torch.arange(tokens, device=row.device) - query_start[row_or_0]
     position = torch.where(real, position, 0)
     slot = slots[row_or_0]
-    page = block_table[slot, position // page_size].long()
+    block = block_table[slot, position // block_size].long()
 
     buffers.positions[:tokens] = position
     buffers.token_ids[:tokens] = torch.where(real, token_table[slot, position], 0)
-    buffers.slot_mapping[:tokens] = torch.where(real, page * page_size + position % page_size, -1)
+    buffers.kv_slots[:tokens] = torch.where(real, block * block_size + position % block_size, -1)
     query_len = query_start.diff()
     used = query_len > 0
     buffers.seq_lens[:count] = torch.where(used, rows.starts + query_len, 0)
@@ -104,7 +104,7 @@ def qk_norm_rope_kv_write(
     eps: float,
     cos_sin: Tensor,
     batch: Batch,
-    pages: Tensor,
+    kv_cache: Tensor,
     layer: int,
     num_heads: int,
     num_kv_heads: int,
@@ -117,13 +117,13 @@ def qk_norm_rope_kv_write(
         q_norm, k_norm: [D], both or neither.
         cos_sin: float32 [positions, rot_dim]: cosines of the rot_dim / 2 angles, then sines; the first rot_dim
             dimensions of a head are rotated, halves paired (arXiv 2104.09864 in the order of GPT-NeoX).
-        pages: [num_pages, num_layers, 2, Hkv, page_size, D], written at `batch.slot_mapping`.
-        layer: which layer of the pages.
+        kv_cache: [num_blocks, num_layers, 2, Hkv, block_size, D], written at `batch.kv_slots`.
+        layer: which layer of the cache.
 
     Returns:
         The rotated queries [T, Hq, D]; zero for padding tokens.
     """
-    tokens, dim = qkv.shape[0], pages.shape[-1]
+    tokens, dim = qkv.shape[0], kv_cache.shape[-1]
     heads = qkv.view(tokens, num_heads + 2 * num_kv_heads, dim)
     qk = heads[:, : num_heads + num_kv_heads]
     if q_norm is not None and k_norm is not None:
@@ -132,10 +132,10 @@ def qk_norm_rope_kv_write(
         qk = torch.cat((q, k), dim=1)
     qk = _rotate(qk, cos_sin, batch)
     keys_values = torch.cat((qk[:, num_heads:], heads[:, num_heads + num_kv_heads :]), dim=1)
-    write_kv(keys_values, batch, pages, layer)
+    write_kv(keys_values, batch, kv_cache, layer)
     q = qk[:, :num_heads]
     kept, _ = batch.shared["kv_write"]
-    return q if kept is None else q.masked_fill(batch.slot_mapping[:, None, None] < 0, 0)
+    return q if kept is None else q.masked_fill(batch.kv_slots[:, None, None] < 0, 0)
 
 
 def _rotate(x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
@@ -150,27 +150,27 @@ def _rotate(x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
     return turned if part is x else torch.cat((turned, x[..., rot:]), dim=-1)
 
 
-def write_kv(keys_values: Tensor, batch: Batch, pages: Tensor, layer: int) -> None:
-    """Write [T, 2 Hkv, D], keys then values, to the tokens' slots of one layer."""
-    _, num_layers, _, kv_heads, page_size, dim = pages.shape
+def write_kv(keys_values: Tensor, batch: Batch, kv_cache: Tensor, layer: int) -> None:
+    """Write [T, 2 Hkv, D], keys then values, to the tokens' KV slots of one layer."""
+    _, num_layers, _, kv_heads, block_size, dim = kv_cache.shape
     if "kv_write" not in batch.shared:
-        kept = (batch.slot_mapping >= 0).nonzero().flatten()
-        slot = batch.slot_mapping[kept, None]
-        part = torch.arange(2 * kv_heads, device=slot.device)
-        index = ((slot // page_size) * num_layers * 2 * kv_heads + part) * page_size + slot % page_size
-        batch.shared["kv_write"] = (None if len(kept) == len(batch.slot_mapping) else kept, index.flatten())
+        kept = (batch.kv_slots >= 0).nonzero().flatten()
+        kv_slot = batch.kv_slots[kept, None]
+        part = torch.arange(2 * kv_heads, device=kv_slot.device)
+        index = ((kv_slot // block_size) * num_layers * 2 * kv_heads + part) * block_size + kv_slot % block_size
+        batch.shared["kv_write"] = (None if len(kept) == len(batch.kv_slots) else kept, index.flatten())
     kept, index = batch.shared["kv_write"]
     rows = keys_values if kept is None else keys_values[kept]
-    offset = layer * 2 * kv_heads * page_size
-    pages.view(-1, dim).index_copy_(0, index + offset, rows.reshape(-1, dim))
+    offset = layer * 2 * kv_heads * block_size
+    kv_cache.view(-1, dim).index_copy_(0, index + offset, rows.reshape(-1, dim))
 
 
-def copy_blocks(pages: Tensor, pairs: Tensor) -> None:
-    """Copy whole pages, all layers: pages[pairs[i, 1]] = pages[pairs[i, 0]].
+def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
+    """Copy whole blocks, all layers: kv_cache[pairs[i, 1]] = kv_cache[pairs[i, 0]].
 
     Args:
-        pages: [num_pages, ...].
+        kv_cache: [num_blocks, ...].
         pairs: int32 [C, 2]; no destination is also a source or comes twice.
     """
     sources, targets = pairs.long().unbind(1)
-    pages.index_copy_(0, targets, pages.index_select(0, sources))
+    kv_cache.index_copy_(0, targets, kv_cache.index_select(0, sources))

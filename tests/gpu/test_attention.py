@@ -22,10 +22,10 @@ from tests.support.checkpoints import make_config, save_model
 from tests.support.model_driver import Driver
 
 from wavecore.kernels import ops
-from wavecore.kernels.examples import make_batch, make_pages, rope_table
+from wavecore.kernels.examples import make_batch, make_kv_cache, rope_table
 
-PAGE, LONG = 64, 32768
-EDGES = [0, 1, PAGE - 1, PAGE, PAGE + 1]
+BLOCK_SIZE, LONG = 64, 32768
+EDGES = [0, 1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -39,7 +39,7 @@ def _seed() -> None:
 def test_grid(dim: int, group: int) -> None:
     """Every head_dim with every group in every dtype: 4 x 16 x 3.
 
-    Page edges are lengths of decode rows and of whole prompts, and the past of chunks. Of each head_dim and group one
+    Block edges are lengths of decode rows and of whole prompts, and the past of chunks. Of each head_dim and group one
     dtype, in turn, also sees 32k keys in both kernels, so that each head_dim does in each dtype.
     """
     shape = dim, 2 if group <= 4 else 1, group
@@ -48,8 +48,8 @@ def test_grid(dim: int, group: int) -> None:
     seq_lens = [*EDGES, 1000, *prompts, *(3 + past for past in pasts)]
     dtypes = in_turn(dim, group, DTYPES)
     for dtype in dtypes:
-        check(*inputs(query_lens, seq_lens, shape, dtype, PAGE, "cuda"))
-    check(*inputs([1, 1, 70], [LONG, 20_000, LONG], shape, dtypes[0], PAGE, "cuda"))
+        check(*inputs(query_lens, seq_lens, shape, dtype, BLOCK_SIZE, "cuda"))
+    check(*inputs([1, 1, 70], [LONG, 20_000, LONG], shape, dtypes[0], BLOCK_SIZE, "cuda"))
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_grid(dim: int, group: int) -> None:
         (0.0, 100, 64, torch.bfloat16),
         (0.0, 100, 96, torch.float32),
         (0.0, 4096, 256, torch.float16),
-        (50.0, PAGE, 128, torch.bfloat16),
-        (8.0, PAGE, 256, torch.float32),
+        (50.0, BLOCK_SIZE, 128, torch.bfloat16),
+        (8.0, BLOCK_SIZE, 256, torch.float32),
         (0.0, 1, 64, torch.float16),
         (0.0, 1, 128, torch.float32),
     ],
@@ -71,37 +71,37 @@ def test_options(soft_cap: float, window: int, dim: int, dtype: torch.dtype) -> 
     """Caps and windows, over short rows and chunks of long ones. Scores are spread so widely that a cap bends them."""
     query_lens, seq_lens = [1, 1, 1, 1, 300, 17, 70], [1, 99, 2000, LONG, 300, 1100, LONG]
     spread = soft_cap / 4 or 1.0
-    check(*inputs(query_lens, seq_lens, (dim, 2, 2), dtype, PAGE, "cuda", spread), soft_cap, window)
+    check(*inputs(query_lens, seq_lens, (dim, 2, 2), dtype, BLOCK_SIZE, "cuda", spread), soft_cap, window)
 
 
 @pytest.mark.parametrize("shape", [(8, 2, 2), (16, 1, 32), (80, 2, 4), (256, 1, 32)])
 def test_other_heads(shape: tuple[int, int, int]) -> None:
     """The smallest heads, one between two sizes of block, and the largest group."""
-    check(*inputs([1, 1, 77], [PAGE, 3 * PAGE + 1, 200], shape, torch.bfloat16, PAGE, "cuda"))
+    check(*inputs([1, 1, 77], [BLOCK_SIZE, 3 * BLOCK_SIZE + 1, 200], shape, torch.bfloat16, BLOCK_SIZE, "cuda"))
 
 
-@pytest.mark.parametrize("page", [16, 32, 48, 128])
-def test_page_sizes(page: int) -> None:
-    check(*inputs([1, 1, 77], [page, 3 * page + 1, 200], (128, 2, 4), torch.bfloat16, page, "cuda"))
+@pytest.mark.parametrize("block_size", [16, 32, 48, 128])
+def test_block_sizes(block_size: int) -> None:
+    check(*inputs([1, 1, 77], [block_size, 3 * block_size + 1, 200], (128, 2, 4), torch.bfloat16, block_size, "cuda"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 20])
 def test_a_window_that_begins_at_any_key(window: int, dtype: torch.dtype) -> None:
     """Each place in a tile of keys, twice or more."""
-    check(*inputs([2] * 130, range(2, 132), (64, 1, 2), dtype, PAGE, "cuda"), 0.0, window)
+    check(*inputs([2] * 130, range(2, 132), (64, 1, 2), dtype, BLOCK_SIZE, "cuda"), 0.0, window)
 
 
 def test_many_rows_of_mixed_lengths() -> None:
     lengths = torch.randint(0, 3000, (1024,)).tolist()
-    check(*inputs([1] * 1024, lengths, (64, 1, 4), torch.bfloat16, PAGE, "cuda"))
+    check(*inputs([1] * 1024, lengths, (64, 1, 4), torch.bfloat16, BLOCK_SIZE, "cuda"))
 
 
 def test_a_long_row_is_split_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds most of all keys; the others are short."""
     lengths = torch.randint(1, 40, (32,)).tolist()
     lengths[20] = LONG
-    check_balance(*inputs([1] * 32, lengths, (128, 2, 4), torch.bfloat16, PAGE, "cuda"), monkeypatch)
+    check_balance(*inputs([1] * 32, lengths, (128, 2, 4), torch.bfloat16, BLOCK_SIZE, "cuda"), monkeypatch)
 
 
 def test_a_step_makes_one_map_for_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,44 +117,44 @@ def test_a_step_makes_one_map_for_all_layers(tmp_path: Path, monkeypatch: pytest
 
 
 def test_blocks_beyond_two_to_the_31_elements() -> None:
-    """Write keys and values to the last pages of a cache of 2.6e9 elements, and read them back."""
-    heads, kv_heads, dim, layers, num_pages = 16, 8, 128, 2, 10_000
-    batch, _ = make_batch([1, 1, 130], [65, 500, 130], PAGE, "cuda")
-    offset = num_pages - 1 - int(batch.block_tables.max())
+    """Write keys and values to the last blocks of a cache of 2.6e9 elements, and read them back."""
+    heads, kv_heads, dim, layers, num_blocks = 16, 8, 128, 2, 10_000
+    batch, _ = make_batch([1, 1, 130], [65, 500, 130], BLOCK_SIZE, "cuda")
+    offset = num_blocks - 1 - int(batch.block_tables.max())
     tables = torch.where(batch.block_tables > 0, batch.block_tables + offset, 0)
-    slots = batch.slot_mapping + offset * PAGE
-    batch = replace(batch, block_tables=tables, slot_mapping=slots, shared={})
-    pages = torch.zeros(num_pages, layers, 2, kv_heads, PAGE, dim, dtype=torch.bfloat16, device="cuda")
-    assert pages.numel() > 1 << 31
-    pages[offset + 1 :] = torch.randn_like(pages[offset + 1 :])
-    before = pages[offset + 1 :].clone()
+    kv_slots = batch.kv_slots + offset * BLOCK_SIZE
+    batch = replace(batch, block_tables=tables, kv_slots=kv_slots, shared={})
+    kv_cache = torch.zeros(num_blocks, layers, 2, kv_heads, BLOCK_SIZE, dim, dtype=torch.bfloat16, device="cuda")
+    assert kv_cache.numel() > 1 << 31
+    kv_cache[offset + 1 :] = torch.randn_like(kv_cache[offset + 1 :])
+    before = kv_cache[offset + 1 :].clone()
     qkv = torch.randn(132, (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
     table = rope_table(512, dim, "cuda")
-    q = ops.qk_norm_rope_kv_write(qkv, None, None, 1e-6, table, batch, pages, 1, heads, kv_heads)
+    q = ops.qk_norm_rope_kv_write(qkv, None, None, 1e-6, table, batch, kv_cache, 1, heads, kv_heads)
     want = before.clone()
-    small = replace(batch, slot_mapping=slots - (offset + 1) * PAGE, shared={})
+    small = replace(batch, kv_slots=kv_slots - (offset + 1) * BLOCK_SIZE, shared={})
     layers.qk_norm_rope_kv_write(qkv, None, None, 1e-6, table, small, want, 1, heads, kv_heads)
-    torch.testing.assert_close(pages[offset + 1 :], want, atol=2e-2, rtol=2e-2)
-    assert not pages[: offset + 1].any()
-    compare(ops.paged_attention(q, pages, 1, batch, dim**-0.5), q, pages, batch)
-    pairs_ = torch.tensor([[num_pages - 1, 3], [4, num_pages - 2]], dtype=torch.int32, device="cuda")
-    last = pages[-1].clone()
-    ops.copy_blocks(pages, pairs_)
-    assert torch.equal(pages[3], last) and not pages[-2].any()
+    torch.testing.assert_close(kv_cache[offset + 1 :], want, atol=2e-2, rtol=2e-2)
+    assert not kv_cache[: offset + 1].any()
+    compare(ops.paged_attention(q, kv_cache, 1, batch, dim**-0.5), q, kv_cache, batch)
+    pairs_ = torch.tensor([[num_blocks - 1, 3], [4, num_blocks - 2]], dtype=torch.int32, device="cuda")
+    last = kv_cache[-1].clone()
+    ops.copy_blocks(kv_cache, pairs_)
+    assert torch.equal(kv_cache[3], last) and not kv_cache[-2].any()
 
 
 def test_one_graph_serves_every_mix_of_rows() -> None:
     """Captured for a bucket, replayed with other lengths, tables and numbers of rows: the device decides all."""
     rows, width, kv_heads, group, dim = 16, 40, 2, 4, 128
-    live, _ = make_batch([1] * rows, [width * PAGE] * rows, PAGE, "cuda")
+    live, _ = make_batch([1] * rows, [width * BLOCK_SIZE] * rows, BLOCK_SIZE, "cuda")
     q = torch.randn(rows, kv_heads * group, dim, device="cuda").bfloat16()
-    pages = make_pages(rows * width + 1, 1, kv_heads, PAGE, dim, q)
-    ops.paged_attention(q, pages, 0, replace(live, shared={}), dim**-0.5)
+    kv_cache = make_kv_cache(rows * width + 1, 1, kv_heads, BLOCK_SIZE, dim, q)
+    ops.paged_attention(q, kv_cache, 0, replace(live, shared={}), dim**-0.5)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.paged_attention(q, pages, 0, live, dim**-0.5)
-    for lengths in (torch.randint(1, width * PAGE, (16,)).tolist(), [77], [width * PAGE, 1, 1, 0, 7], []):
-        step, _ = make_batch([1] * len(lengths) or [0], lengths or [0], PAGE, "cuda", rows - max(len(lengths), 1))
+        out = ops.paged_attention(q, kv_cache, 0, live, dim**-0.5)
+    for lengths in (torch.randint(1, width * BLOCK_SIZE, (16,)).tolist(), [77], [width * BLOCK_SIZE, 1, 1, 0, 7], []):
+        step, _ = make_batch([1] * len(lengths) or [0], lengths or [0], BLOCK_SIZE, "cuda", rows - max(len(lengths), 1))
         live.seq_lens.copy_(step.seq_lens)
         live.query_start.copy_(step.query_start)
         live.block_tables.zero_()
@@ -163,4 +163,4 @@ def test_one_graph_serves_every_mix_of_rows() -> None:
         graph.replay()
         assert not out[len(lengths) :].any()
         if lengths:
-            compare(out[: len(lengths)], q[: len(lengths)], pages, step, layer=0)
+            compare(out[: len(lengths)], q[: len(lengths)], kv_cache, step, layer=0)

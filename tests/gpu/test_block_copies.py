@@ -39,7 +39,7 @@ def test_a_swap_out_reads_what_was_there_when_it_began(runner: Any) -> None:
     """Steps go on meanwhile; whoever gets the blocks writes behind it."""
     driver = Driver(runner)
     blocks = started(driver).blocks
-    content = runner.pages[blocks].cpu()
+    content = runner.kv_cache[blocks].cpu()
     hold(runner.copies.swaps)
     driver.after = -1
     assert driver.move(swap_out=[(block, i) for i, block in enumerate(blocks)]).transferred == -1
@@ -51,8 +51,8 @@ def test_a_swap_out_reads_what_was_there_when_it_began(runner: Any) -> None:
     free = driver.next_block
     driver.move(copies=[(free, block) for block in blocks])
     torch.cuda.synchronize()
-    assert torch.equal(runner.host_pages[: len(blocks)], content)
-    assert torch.equal(runner.pages[blocks].cpu(), runner.pages[[free] * len(blocks)].cpu())
+    assert torch.equal(runner.host_kv_cache[: len(blocks)], content)
+    assert torch.equal(runner.kv_cache[blocks].cpu(), runner.kv_cache[[free] * len(blocks)].cpu())
     assert runner.copies.poll() == swap
 
 
@@ -64,7 +64,7 @@ def test_a_swapped_in_sequence_goes_on_behind_the_copy(runner: Any) -> None:
     driver.move(swap_out=[(block, i) for i, block in enumerate(blocks)])
     fresh = list(range(driver.next_block, driver.next_block + count))
     driver.next_block += count
-    runner.pages[blocks] = 7.0
+    runner.kv_cache[blocks] = 7.0
     hold(runner.copies.swaps)
     driver.move(swap_in=list(enumerate(fresh)), table=[(0, i, block) for i, block in enumerate(fresh)])
     sequence.blocks = fresh
@@ -79,7 +79,7 @@ def moved(driver: Driver, sequence: Sequence_) -> None:
     table = [(sequence.slot, i, block) for i, block in enumerate(fresh)]
     driver.move(copies=list(zip(old, fresh, strict=True)), table=table)
     for block in old:  # by slices: an index would come from the host, and the host would wait
-        driver.runner.pages[block] = 7.0  # type: ignore[attr-defined]
+        driver.runner.kv_cache[block] = 7.0  # type: ignore[attr-defined]
     sequence.blocks = fresh
 
 
@@ -97,11 +97,11 @@ def test_copies_within_the_device_read_what_earlier_steps_wrote(runner: Any) -> 
     driver = Driver(runner)
     whole = driver.run([driver.add(prompts(1)[0] * 3, 24, 0)])
     sequence = started(driver)
-    content = runner.pages[sequence.blocks].clone()
-    runner.pages[sequence.blocks] = 7.0
+    content = runner.kv_cache[sequence.blocks].clone()
+    runner.kv_cache[sequence.blocks] = 7.0
     hold(torch.cuda.current_stream())
     for block, saved in zip(sequence.blocks, content, strict=True):
-        runner.pages[block] = saved
+        runner.kv_cache[block] = saved
     moved(driver, sequence)
     assert not torch.cuda.current_stream().query(), "the host waited"
     assert driver.run([sequence]) == whole

@@ -11,7 +11,7 @@ from tests.kernels.layer_case import close, rounded_once
 from torch import Tensor
 
 from wavecore.kernels import ops
-from wavecore.kernels.examples import make_batch, make_pages, rope_table
+from wavecore.kernels.examples import make_batch, make_kv_cache, rope_table
 from wavecore.kernels.reference import layers
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -57,31 +57,31 @@ def test_gated(op: Callable[[Tensor], Tensor], twin: Callable[[Tensor], Tensor],
 )
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_norm_rope_write(heads: int, kv_heads: int, dim: int, rot: int, with_norm: bool, dtype: torch.dtype) -> None:
-    batch, num_pages = make_batch([1] * 20 + [300, 41], [*range(1, 2000, 100), 300, 77], 64, "cuda", 2, 10)
+    batch, num_blocks = make_batch([1] * 20 + [300, 41], [*range(1, 2000, 100), 300, 77], 64, "cuda", 2, 10)
     qkv = torch.randn(len(batch.token_ids), (heads + 2 * kv_heads) * dim, device="cuda")
     qkv[0], qkv[1], qkv[-10:] = 0, qkv[1] * 1e-3, torch.nan  # eps decides; padding
     qkv = qkv.to(dtype)
     norms: Any = torch.randn(2, dim, device="cuda").to(dtype) if with_norm else (None, None)
-    pages = make_pages(num_pages, 2, kv_heads, 64, dim, qkv)
-    pages[0] = 1  # where slot -1 would point to
+    kv_cache = make_kv_cache(num_blocks, 2, kv_heads, 64, dim, qkv)
+    kv_cache[0] = 1  # where KV slot -1 would point to
     table = rope_table(2048, rot, "cuda", 500_000.0)
-    before, want_pages = pages.clone(), pages.double()
+    before, want_cache = kv_cache.clone(), kv_cache.double()
     wide: Any = norms.double() if with_norm else norms
-    want = layers.qk_norm_rope_kv_write(qkv.double(), *wide, 1e-6, table, batch, want_pages, 1, heads, kv_heads)
-    q = ops.qk_norm_rope_kv_write(qkv, *norms, 1e-6, table, batch, pages, 1, heads, kv_heads)
+    want = layers.qk_norm_rope_kv_write(qkv.double(), *wide, 1e-6, table, batch, want_cache, 1, heads, kv_heads)
+    q = ops.qk_norm_rope_kv_write(qkv, *norms, 1e-6, table, batch, kv_cache, 1, heads, kv_heads)
     close(q, want, dtype)
     assert not q[-10:].any()
-    close(pages, want_pages, dtype)
-    assert torch.equal(pages[:, 0], before[:, 0])
-    assert torch.equal(pages[0], before[0])
+    close(kv_cache, want_cache, dtype)
+    assert torch.equal(kv_cache[:, 0], before[:, 0])
+    assert torch.equal(kv_cache[0], before[0])
 
 
 def test_many_copies() -> None:
     count = 70_000
-    pages = torch.randn(2 * count + 1, 1, 2, 1, 2, 8, device="cuda")
+    kv_cache = torch.randn(2 * count + 1, 1, 2, 1, 2, 8, device="cuda")
     order = torch.randperm(2 * count, device="cuda") + 1
     pairs = torch.stack((order[:count], order[count:]), 1).int()
-    want = pages.clone()
+    want = kv_cache.clone()
     layers.copy_blocks(want, pairs)
-    ops.copy_blocks(pages, pairs)
-    assert torch.equal(pages, want)
+    ops.copy_blocks(kv_cache, pairs)
+    assert torch.equal(kv_cache, want)

@@ -301,7 +301,7 @@ def test_a_suggested_number_of_blocks_starts(folder: Path) -> None:
     assert "num_gpu_blocks_override 2147483647 takes" in words
     [way] = ways_out(words)
     runner = start(folder, **way)
-    assert runner.pages.nbytes > 0.8 * torch.cuda.mem_get_info()[1]
+    assert runner.kv_cache.nbytes > 0.8 * torch.cuda.mem_get_info()[1]
     serves(runner)
 
 
@@ -343,7 +343,7 @@ def test_others_limit_only_what_is_free(folder: Path, measured: list[Shares]) ->
     """An engine starts in what others leave, though it asks for more."""
     with held_by_another(20 << 30):
         runner = start(folder, gpu_memory_utilization=0.9)
-        assert 10 << 30 < runner.pages.nbytes < 20 << 30
+        assert 10 << 30 < runner.kv_cache.nbytes < 20 << 30
         serves(runner)
     assert measured[0].others > 0.8 * measured[0].total
 

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers
 from wavecore.kernels.check import compare
-from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages, rope_table, sampling_rows, step_rows, tables
+from wavecore.kernels.examples import EXAMPLES, make_batch, make_kv_cache, rope_table, sampling_rows, step_rows, tables
 
 pytestmark = pytest.mark.timeout(600)  # compute-sanitizer slows it by an order of magnitude
 
@@ -38,11 +38,11 @@ def gated(like: Tensor) -> Args:
 
 
 def rope(like: Tensor) -> Args:
-    """Heads that do not fill the last program, a part of each rotated, rows that end at borders of pages."""
-    batch, num_pages = make_batch([1, 1, 1, 64, 5], [63, 64, 65, 64, 129], 64, pad_rows=1, pad_tokens=1)
+    """Heads that do not fill the last program, a part of each rotated, rows that end at borders of blocks."""
+    batch, num_blocks = make_batch([1, 1, 1, 64, 5], [63, 64, 65, 64, 129], 64, pad_rows=1, pad_tokens=1)
     qkv = torch.randn(len(batch.token_ids), 7 * 96).to(like)
     norms = torch.randn(2, 96).to(like)
-    return qkv, *norms, 1e-6, rope_table(130, 48, "cpu"), batch, make_pages(num_pages, 2, 1, 64, 96, like), 1, 5, 1
+    return qkv, *norms, 1e-6, rope_table(130, 48, "cpu"), batch, make_kv_cache(num_blocks, 2, 1, 64, 96, like), 1, 5, 1
 
 
 def preparation(like: Tensor) -> Args:
@@ -109,15 +109,15 @@ def test_every_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def attention(
-    query_lens: list[int], seq_lens: list[int], shape: tuple[int, int, int], dtype: torch.dtype, page: int
+    query_lens: list[int], seq_lens: list[int], shape: tuple[int, int, int], dtype: torch.dtype, block_size: int
 ) -> None:
-    """The last page, at the end of the memory, holds the first keys of the longest row."""
-    q, pages, batch = inputs(query_lens, seq_lens, shape, dtype, page, "cpu")
-    tables, last = batch.block_tables, len(pages) - 1
+    """The last block, at the end of the memory, holds the first keys of the longest row."""
+    q, kv_cache, batch = inputs(query_lens, seq_lens, shape, dtype, block_size, "cpu")
+    tables, last = batch.block_tables, len(kv_cache) - 1
     first = tables[batch.seq_lens.argmax(), 0].clone()
     tables[:] = torch.where(tables == first, last, torch.where(tables == last, first, tables))
-    there = moved((q, poisoned(pages, 1, batch), 1, batch, shape[0] ** -0.5), "cuda")
-    compare_attention(ops.paged_attention(*there).cpu(), q, pages, batch)
+    there = moved((q, poisoned(kv_cache, 1, batch), 1, batch, shape[0] ** -0.5), "cuda")
+    compare_attention(ops.paged_attention(*there).cpu(), q, kv_cache, batch)
 
 
 def on_gpu(name: str) -> Callable[..., Any]:

@@ -85,7 +85,7 @@ def test_attention_map(folder: Path, layer: int, head: int) -> None:
 
 
 def test_a_row_of_nan_fails_alone(tmp_path: Path) -> None:
-    """Token 200 has a NaN embedding. Others see what they see without it, also on pages that held its keys."""
+    """Token 200 has a NaN embedding. Others see what they see without it, also on blocks that held its keys."""
     folder = save_model(tmp_path / "ill", make_config("Llama"), scale=0.2)
     tensors = load_file(folder / "model.safetensors")
     tensors[EMBEDDINGS][200] = float("nan")
@@ -105,7 +105,7 @@ def ill_rounds(folder: Path, third: int) -> list[Output]:
     engine = Engine(folder, device="cuda", **settings)
     params = replace(SAMPLED, logprobs=4, logit_bias={200: -100.0})
     rounds: list[Output] = []
-    for _ in range(4):  # pages that held NaN are used again
+    for _ in range(4):  # blocks that held NaN are used again
         starts = [10, 11, 12, third, 77]
         handles = [engine.add([start, *prompt(13 + i)], params) for i, start in enumerate(starts)]
         outputs = engine.run()

@@ -76,7 +76,7 @@ def test_two_launches_in_flight(tmp_path: Path) -> None:
     with recorded(runner) as steps:
         driver.run([driver.add(p, 12, i) for i, p in enumerate(prompts(6))])
     assert len(steps) == 12
-    runner.pages.zero_()
+    runner.kv_cache.zero_()
     launch_ahead(runner, steps, asleep=True)
 
 

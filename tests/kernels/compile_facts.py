@@ -16,7 +16,7 @@ from tests.kernels.compile_only import compile_only
 
 from wavecore.kernels.attention import shapes
 from wavecore.kernels.attention.paged import paged_attention
-from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages
+from wavecore.kernels.examples import EXAMPLES, make_batch, make_kv_cache
 from wavecore.kernels.sampling.sample import sample
 
 LOOSE = re.compile(r"\b(?:fma\.rn|mul|add|sub)\.f32")  # with .rn the last three are never fused
@@ -27,9 +27,9 @@ def main() -> None:
     shapes.shared_memory = lambda _device: 99 << 10
     shared = {}
     for dim, dtype in ((256, torch.bfloat16), (256, torch.float32)):
-        batch, num_pages = make_batch([1, 5], [70, 40], 16)
+        batch, num_blocks = make_batch([1, 5], [70, 40], 16)
         q = torch.zeros(6, shapes.MAX_GROUP, dim, dtype=dtype)
-        paged_attention(q, make_pages(num_pages, 1, 1, 16, dim, q), 0, batch, 0.1)
+        paged_attention(q, make_kv_cache(num_blocks, 1, 1, 16, dim, q), 0, batch, 0.1)
         shared |= {f"{name} {dim} {dtype}": kernel.metadata.shared for name, kernel in launched}
         launched.clear()
     sample(*EXAMPLES["sample"](torch.empty(0, dtype=torch.bfloat16)))

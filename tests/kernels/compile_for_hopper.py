@@ -12,7 +12,7 @@ import torch
 from tests.kernels.compile_only import compile_only
 
 from wavecore.kernels.attention.paged import paged_attention
-from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages
+from wavecore.kernels.examples import EXAMPLES, make_batch, make_kv_cache
 from wavecore.kernels.ops import KERNEL_FILES
 
 
@@ -21,9 +21,9 @@ def main() -> None:
     like = torch.empty(0, dtype=torch.bfloat16)
     for name, make in EXAMPLES.items():
         getattr(import_module(f"wavecore.kernels.{KERNEL_FILES[name]}"), name)(*make(like))
-    batch, num_pages = make_batch([1, 1], [70, 3], 16)  # decode alone, which zeroes its padding
+    batch, num_blocks = make_batch([1, 1], [70, 3], 16)  # decode alone, which zeroes its padding
     q = torch.zeros(2, 8, 128, dtype=torch.bfloat16)
-    paged_attention(q, make_pages(num_pages, 1, 2, 16, 128, like), 0, batch, 0.1)
+    paged_attention(q, make_kv_cache(num_blocks, 1, 2, 16, 128, like), 0, batch, 0.1)
     assert all(kernel.asm["cubin"] for _, kernel in launched)
     print(*sorted({name for name, _ in launched}))
 

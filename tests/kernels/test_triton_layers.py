@@ -16,7 +16,7 @@ from tests.kernels.layer_case import close, rounded_once
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers
 from wavecore.kernels.check import compare
-from wavecore.kernels.examples import EXAMPLES, make_batch, make_pages, rope_table, step_rows, tables
+from wavecore.kernels.examples import EXAMPLES, make_batch, make_kv_cache, rope_table, step_rows, tables
 from wavecore.kernels.ops import KERNEL_FILES
 from wavecore.kernels.reference import layers
 
@@ -81,15 +81,15 @@ def test_norm_rope_write(
     device: str, dim: int, rot: int, heads: int, kv_heads: int, with_norm: bool, dtype: torch.dtype
 ) -> None:
     """Heads of zeros, and some so small that eps decides, are among them; queries of padding are zero."""
-    batch, num_pages = make_batch([1, 1, 3], [9, 1, 4], 4, device, pad_rows=1, pad_tokens=2)
+    batch, num_blocks = make_batch([1, 1, 3], [9, 1, 4], 4, device, pad_rows=1, pad_tokens=2)
     qkv = torch.randn(7, (heads + 2 * kv_heads) * dim, device=device)
     qkv[0], qkv[1], qkv[-2:] = 0, qkv[1] * 1e-3, torch.nan
     qkv = qkv.to(dtype)
     q_norm, k_norm = torch.randn(2, dim, device=device).to(dtype) if with_norm else (None, None)
-    pages = make_pages(num_pages, 2, kv_heads, 4, dim, qkv)
-    pages[0] = 1  # where slot -1 would point to
+    kv_cache = make_kv_cache(num_blocks, 2, kv_heads, 4, dim, qkv)
+    kv_cache[0] = 1  # where KV slot -1 would point to
     table = rope_table(16, rot, device)
-    args = qkv, q_norm, k_norm, 1e-6, table, batch, pages, 1, heads, kv_heads, 1.0 if with_norm else 0.0
+    args = qkv, q_norm, k_norm, 1e-6, table, batch, kv_cache, 1, heads, kv_heads, 1.0 if with_norm else 0.0
     assert compare("qk_norm_rope_kv_write", kernel("qk_norm_rope_kv_write"), args) is None
     assert not kernel("qk_norm_rope_kv_write")(*args)[-2:].any()
 
@@ -107,17 +107,17 @@ def test_prepare_batch(device: str, query_lens: list[int], seq_lens: list[int], 
     args = rows, token_table, block_table, 2, buffers
     want = layers.prepare_batch(*copy.deepcopy(args))
     got = kernel("prepare_batch")(*args)
-    for name in ("token_ids", "positions", "slot_mapping", "seq_lens", "sample_index", "query_start"):
+    for name in ("token_ids", "positions", "kv_slots", "seq_lens", "sample_index", "query_start"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     for row, length in enumerate(seq_lens):
         blocks = -(-length // 2)
         assert torch.equal(got.block_tables[row, :blocks], block_table[row, :blocks])
     assert (got.num_decode_rows, got.max_query_len, got.shared) == (want.num_decode_rows, want.max_query_len, {})
-    for name in ("token_ids", "positions", "slot_mapping"):
+    for name in ("token_ids", "positions", "kv_slots"):
         assert (getattr(buffers, name)[rows.bucket_tokens :] == 77).all(), name
 
 
 def test_copy_blocks_over_several_programs(device: str) -> None:
-    pages = torch.randn(4, 3, 2, 2, 16, 64, device=device)
+    kv_cache = torch.randn(4, 3, 2, 2, 16, 64, device=device)
     pairs = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32, device=device)
-    assert compare("copy_blocks", kernel("copy_blocks"), (pages, pairs)) is None
+    assert compare("copy_blocks", kernel("copy_blocks"), (kv_cache, pairs)) is None

@@ -100,13 +100,13 @@ def test_swapped_and_copied_blocks_keep_their_contents(folder: Path, expected: l
     held = list(sequence.blocks)
     swapped = driver.move(swap_out=[(block, i) for i, block in enumerate(held)])
     assert swapped.transferred == driver.step_id - 1, "on a CPU it is done at once"
-    runner.pages[held] = 7.0  # type: ignore[attr-defined]
+    runner.kv_cache[held] = 7.0  # type: ignore[attr-defined]
     fresh = [30 + i for i in range(len(held))]
     driver.move(swap_in=[(i, block) for i, block in enumerate(fresh)])
-    runner.host_pages.fill_(9.0)  # type: ignore[attr-defined]
+    runner.host_kv_cache.fill_(9.0)  # type: ignore[attr-defined]
     last = [35 + i for i in range(len(held))]
     driver.move(copies=list(zip(fresh, last, strict=True)), table=[(0, i, block) for i, block in enumerate(last)])
-    runner.pages[fresh] = 7.0  # type: ignore[attr-defined]
+    runner.kv_cache[fresh] = 7.0  # type: ignore[attr-defined]
     sequence.blocks = last
     driver.next_block = 20
     assert driver.run([sequence]) == expected[:1]
@@ -139,8 +139,8 @@ def test_a_step_out_of_memory_is_computed_again(
 def test_padding_never_reaches_the_null_block(folder: Path) -> None:
     engine = Engine(folder, num_gpu_blocks_override=30)
     engine.generate(PROMPTS, GREEDY)
-    assert not torch.count_nonzero(engine.runner.pages[0])  # type: ignore[attr-defined]
-    assert np.isfinite(engine.runner.pages.numpy()).all()  # type: ignore[attr-defined]
+    assert not torch.count_nonzero(engine.runner.kv_cache[0])  # type: ignore[attr-defined]
+    assert np.isfinite(engine.runner.kv_cache.numpy()).all()  # type: ignore[attr-defined]
 
 
 def test_padded_steps_give_the_same_tokens(folder: Path, expected: list[list[int]]) -> None:
@@ -148,7 +148,7 @@ def test_padded_steps_give_the_same_tokens(folder: Path, expected: list[list[int
     engine = Engine(folder, max_num_batched_tokens=19, max_num_seqs=11, num_gpu_blocks_override=30)
     engine.runner.bucket_limits = (19, 11)  # type: ignore[attr-defined]
     assert engine.generate(PROMPTS, replace(GREEDY, logprobs=2)) == expected
-    assert not torch.count_nonzero(engine.runner.pages[0])  # type: ignore[attr-defined]
+    assert not torch.count_nonzero(engine.runner.kv_cache[0])  # type: ignore[attr-defined]
     assert all(len(out.logprobs) == 12 for out in engine.outputs.values())
 
 

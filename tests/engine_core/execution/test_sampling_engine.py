@@ -230,7 +230,7 @@ def test_nan_rows_are_isolated_to_the_bit(tmp_path: Path, folder: Path) -> None:
     def run(third: int) -> list[Output]:
         engine = Engine(ill, enable_prefix_caching=False, num_gpu_blocks_override=60)
         rounds: list[Output] = []
-        for _ in range(3):  # freed pages that held NaN are used again
+        for _ in range(3):  # freed blocks that held NaN are used again
             handles = [engine.add([10 + i, *PROMPT], params) for i in range(3)]
             handles.append(engine.add([third, *PROMPT], params))
             handles.append(engine.add([77, *PROMPT, *PROMPT], params))

@@ -137,7 +137,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
         cuda, runner = FakeCuda(monkeypatch), FakeRunner()
         cuda.take(16 * GIB, keep=16 * GIB)
         runner.memory_stats = lambda: {"weights_bytes": 15 * GIB}  # type: ignore[attr-defined]
-        runner.pages = SimpleNamespace(nbytes=2 * runner.block_bytes)  # type: ignore[attr-defined]
+        runner.kv_cache = SimpleNamespace(nbytes=2 * runner.block_bytes)  # type: ignore[attr-defined]
         runner.allocate = lambda blocks, _: cuda.take(blocks * 2 * MIB, keep=blocks * 2 * MIB)  # type: ignore[method-assign]
 
         def warm(*_: object) -> None:

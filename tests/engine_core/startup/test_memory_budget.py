@@ -121,20 +121,20 @@ class Runner:
         self.info = RunnerInfo(
             0, 0, block_size, length, model.vocab_size, model.hidden_size, (), config.dtype, "cuda:0"
         )
-        self.device, self.pages, self.on = CUDA, SimpleNamespace(nbytes=0), device
+        self.device, self.kv_cache, self.on = CUDA, SimpleNamespace(nbytes=0), device
 
     def __del__(self) -> None:
         if hasattr(self, "on"):
-            self.on.reserved -= self.tables + self.pages.nbytes
+            self.on.reserved -= self.tables + self.kv_cache.nbytes
 
     def memory_stats(self) -> dict[str, int]:
         return {"weights_bytes": self.on.weights}
 
     def allocate(self, num_blocks: int, _host_blocks: int) -> None:
-        self.on.reserved -= self.pages.nbytes
-        self.pages.nbytes = 0
+        self.on.reserved -= self.kv_cache.nbytes
+        self.kv_cache.nbytes = 0
         self.on.take(num_blocks * self.block_bytes)
-        self.pages.nbytes = num_blocks * self.block_bytes
+        self.kv_cache.nbytes = num_blocks * self.block_bytes
         self.info = replace(self.info, num_blocks=num_blocks)
 
 

@@ -16,7 +16,7 @@ from wavecore.kernels.attention.paged import paged_attention
 from wavecore.kernels.attention.ranges import Ranges, make_ranges
 from wavecore.kernels.batch import Batch
 from wavecore.kernels.device import num_multiprocessors
-from wavecore.kernels.examples import make_batch, make_pages
+from wavecore.kernels.examples import make_batch, make_kv_cache
 from wavecore.kernels.reference import layers
 
 ERROR = {torch.float32: 3e-5, torch.float16: 1.5 * 2**-10, torch.bfloat16: 1.5 * 2**-7}
@@ -38,34 +38,34 @@ def inputs(
     seq_lens: Sequence[int],
     shape: tuple[int, int, int],
     dtype: torch.dtype,
-    page: int,
+    block_size: int,
     device: str,
     spread: float = 1.0,
 ) -> tuple[Tensor, Tensor, Batch]:
-    """q, pages and the batch, with padding; `shape` is head_dim, KV heads, group.
+    """q, kv_cache and the batch, with padding; `shape` is head_dim, KV heads, group.
 
     Args:
         spread: standard deviation of the scores.
     """
     dim, kv_heads, group = shape
-    batch, num_pages = make_batch(query_lens, seq_lens, page, device, pad_rows=1, pad_tokens=2)
+    batch, num_blocks = make_batch(query_lens, seq_lens, block_size, device, pad_rows=1, pad_tokens=2)
     q = (torch.randn(len(batch.token_ids), kv_heads * group, dim, device=device) * spread).to(dtype)
-    return q, make_pages(num_pages, LAYERS, kv_heads, page, dim, q), batch
+    return q, make_kv_cache(num_blocks, LAYERS, kv_heads, block_size, dim, q), batch
 
 
-def check(q: Tensor, pages: Tensor, batch: Batch, soft_cap: float = 0.0, window: int = 0, layer: int = 1) -> None:
+def check(q: Tensor, kv_cache: Tensor, batch: Batch, soft_cap: float = 0.0, window: int = 0, layer: int = 1) -> None:
     """The kernel agrees with the twin token by token, whatever lies where no row has keys."""
-    got = paged_attention(q, poisoned(pages, layer, batch), layer, batch, q.shape[2] ** -0.5, soft_cap, window)
-    compare(got, q, pages, batch, soft_cap, window, layer)
+    got = paged_attention(q, poisoned(kv_cache, layer, batch), layer, batch, q.shape[2] ** -0.5, soft_cap, window)
+    compare(got, q, kv_cache, batch, soft_cap, window, layer)
 
 
 def compare(
-    got: Tensor, q: Tensor, pages: Tensor, batch: Batch, soft_cap: float = 0.0, window: int = 0, layer: int = 1
+    got: Tensor, q: Tensor, kv_cache: Tensor, batch: Batch, soft_cap: float = 0.0, window: int = 0, layer: int = 1
 ) -> None:
-    """`got` is the attention of q; the twin computes it in float64, on the pages in use."""
+    """`got` is the attention of q; the twin computes it in float64, on the blocks in use."""
     used, tables = batch.block_tables.unique(return_inverse=True)
     compact = replace(batch, block_tables=tables.view_as(batch.block_tables).int(), shared={})
-    exact = pages[used.long(), layer : layer + 1].double()
+    exact = kv_cache[used.long(), layer : layer + 1].double()
     want = layers.paged_attention(q.double(), exact, 0, compact, q.shape[2] ** -0.5, soft_cap, window)
     assert got.dtype == q.dtype
     norm = want.norm(dim=1)
@@ -75,21 +75,21 @@ def compare(
     assert int((norm == 0).sum()) >= len(q) - int(batch.query_start[-1])
 
 
-def poisoned(pages: Tensor, layer: int, batch: Batch) -> Tensor:
-    """A copy with NaN in other layers, behind the ends of rows, in pages of no row, and in the null page."""
-    page = pages.shape[4]
-    key = torch.arange(batch.block_tables.shape[1] * page, device=pages.device)
+def poisoned(kv_cache: Tensor, layer: int, batch: Batch) -> Tensor:
+    """A copy with NaN in other layers, behind the ends of rows, in blocks of no row, and in the null block."""
+    block_size = kv_cache.shape[4]
+    key = torch.arange(batch.block_tables.shape[1] * block_size, device=kv_cache.device)
     real = key < batch.seq_lens[:, None]
-    places = (batch.block_tables.long() * page).repeat_interleave(page, 1) + key % page
-    kept = torch.zeros(len(pages) * page, dtype=torch.bool, device=pages.device)
+    places = (batch.block_tables.long() * block_size).repeat_interleave(block_size, 1) + key % block_size
+    kept = torch.zeros(len(kv_cache) * block_size, dtype=torch.bool, device=kv_cache.device)
     kept[places[real]] = True
-    kept = kept.view(len(pages), 1, 1, page, 1)
-    ill = torch.full_like(pages, torch.nan)
-    ill[:, layer] = torch.where(kept, pages[:, layer], torch.nan)
+    kept = kept.view(len(kv_cache), 1, 1, block_size, 1)
+    ill = torch.full_like(kv_cache, torch.nan)
+    ill[:, layer] = torch.where(kept, kv_cache[:, layer], torch.nan)
     return ill
 
 
-def check_balance(q: Tensor, pages: Tensor, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_balance(q: Tensor, kv_cache: Tensor, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """All programs that the device runs at once share the keys evenly, so that several of them work on the longest row.
 
     Programs that held a part of a row are known by the partial results that they left.
@@ -103,10 +103,10 @@ def check_balance(q: Tensor, pages: Tensor, batch: Batch, monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(decode, "make_ranges", noted)
-    check(q, pages, batch)
+    check(q, kv_cache, batch)
     [found] = made
     programs, starts = len(found.first_row), found.tile_start
-    assert programs * pages.shape[3] >= num_multiprocessors(q.device)
+    assert programs * kv_cache.shape[3] >= num_multiprocessors(q.device)
     borders = [min(i * int(found.size), int(starts[-1])) for i in range(programs + 1)]
     assert max(b - a for a, b in pairwise(borders)) < int(starts[-1]) / programs + 1
     longest = int(batch.seq_lens.argmax())

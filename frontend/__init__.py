@@ -1,0 +1,4 @@
+"""What callers use: Python classes and commands.
+
+Knows text, prompts and requests; leaves blocks and the GPU to the engine.
+"""

@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Writes the list of files in ARCHITECTURE.md from the first line of each module's docstring.
+"""Writes the list of rooms and files in ARCHITECTURE.md from the docstrings of packages and modules.
 
 usage: file_table.py [--check]     --check only says whether the list is current (exit status 1 if not)
 """
@@ -10,38 +9,54 @@ import ast
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-FOLDERS = ("frontend", "engine_core", "parallel", "kernels", "transport")
-START, END = "<!-- files: written by scripts/file_table.py -->\n", "<!-- end of files -->\n"
+from documents import ALIASES, FOLDERS, ROOT, is_current, package_files, replace_part, room_of
+
+DOCUMENT, PART = "ARCHITECTURE.md", "files"
+WITHOUT_PACKAGE = {  # a regular package `kernels` would hide another one of that name from transformers
+    "kernels": "Operations that models call. Knows tensors, their shapes and strides; leaves requests to the engine.",
+    "kernels/attention": "Paged attention in Triton. Knows block tables and tiles; leaves the choice of path to ops.",
+    "kernels/reference": "Every kernel again in plain torch: the oracle of tests, and the path where there is no GPU.",
+    "kernels/sampling": "From logits to a token in Triton. Knows columns; leaves to the engine who asked for what.",
+}
 
 
-def first_sentence(path: Path) -> str:
+def first_paragraph(path: Path) -> str:
+    """What a module or package says of itself first, in one line."""
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     if not docstring:
         raise SystemExit(f"{path.relative_to(ROOT)} has no docstring")
-    paragraph = " ".join(docstring.split("\n\n")[0].split())
-    return paragraph.removesuffix(":")
+    return " ".join(docstring.split("\n\n")[0].split()).removesuffix(":")
+
+
+def what_it_knows(room: str) -> str:
+    """A room's own words, all of them."""
+    if room in WITHOUT_PACKAGE:
+        return WITHOUT_PACKAGE[room]
+    if room == ALIASES:
+        return "The import package: links to the five folders, and the public names."
+    docstring = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text()))
+    return " ".join((docstring or "").split())
 
 
 def table() -> str:
-    lines = []
-    for folder in FOLDERS:
-        rooms = sorted({path.parent for path in (ROOT / folder).rglob("*.py")})
-        for room in rooms:
-            lines.append(f"\n### {room.relative_to(ROOT)}/\n\n")
-            paths = sorted(path for path in room.glob("*.py") if path.name != "__init__.py")
-            lines += [f"- `{path.name}` {first_sentence(path)}\n" for path in paths]
-    return "".join(lines) + "\n"
+    """Every room and its files, the folders from top to bottom."""
+    rooms: dict[str, list[Path]] = {}
+    for path in package_files():
+        rooms.setdefault(room_of(path), []).append(path)
+    order = [*FOLDERS, ALIASES]
+    lines: list[str] = []
+    for room in sorted(rooms, key=lambda room: (next(i for i, top in enumerate(order) if room.startswith(top)), room)):
+        lines.append(f"\n### {room}/\n\n{what_it_knows(room)}".rstrip() + "\n\n")
+        shown = (path for path in rooms[room] if path.name != "__init__.py" or room == ALIASES)
+        lines += [f"- `{path.name}` {first_paragraph(path)}\n" for path in shown]
+    return "".join(lines)
 
 
 def main() -> int:
-    path = ROOT / "ARCHITECTURE.md"
-    before, _, rest = path.read_text().partition(START)
-    _, _, after = rest.partition(END)
-    text = before + START + table() + END + after
+    text = table()
     if "--check" in sys.argv[1:]:
-        return int(text != path.read_text())
-    path.write_text(text)
+        return int(not is_current(DOCUMENT, PART, text))
+    replace_part(DOCUMENT, PART, text)
     return 0
 
 

@@ -1,1 +1,4 @@
-"""Which request holds which KV block, on the device and on the host. Knows numbers and hashes, no tensor."""
+"""Which request holds which KV block, on the device and on the host.
+
+Knows block numbers, hashes and reference counts; leaves the copies to execution.
+"""

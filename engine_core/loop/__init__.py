@@ -1,4 +1,4 @@
-"""The engine's loop and its process: admits requests, steps, recovers, answers questions.
+"""The engine's loop and its process: takes requests in, steps, recovers, answers questions.
 
-Leaves planning to scheduling.
+Knows when things happen; leaves the plan to scheduling and the device to the runner.
 """

@@ -1,1 +1,4 @@
-"""Model families, their files and weights, and the one decoder. Knows tensors and tokens, no slot and no step."""
+"""Model families, their files and weights, and the one decoder.
+
+Knows tensors and files; leaves slots and steps to execution.
+"""

@@ -1,1 +1,1 @@
-"""Requests, their states, and the plan of each step. Knows blocks by number and leaves tensors to execution."""
+"""Requests, their states, and the plan of each step. Knows blocks by number; leaves tensors to execution."""

@@ -1,4 +1,4 @@
-"""From settings to a runner that is warm: loads, measures, sizes the KV cache, refuses with advice.
+"""From settings to a warm runner: loads, measures, sizes the KV cache, refuses with advice.
 
-Gone once serving.
+Knows bytes and settings, and is done once the engine serves; leaves the steps to execution.
 """

@@ -1,1 +1,1 @@
-"""The `wavecore` command and its subcommands."""
+"""The `wavecore` command and its subcommands. Knows flags, files and the terminal; leaves requests to `LLM`."""

@@ -1,4 +1,4 @@
 """Requests in flight between callers and engines.
 
-Knows token ids and the wire's messages, and leaves text to the text room.
+Knows token ids and the wire's messages; leaves text to the text room.
 """

@@ -1,4 +1,4 @@
-"""Text: tokenizers, chat templates, stop strings, log-probabilities as vLLM shows them.
+"""Tokenizers, chat templates, stop strings, log-probabilities as vLLM shows them.
 
-Knows no engine and no thread.
+Knows text and token ids; leaves engines and threads to the client.
 """

@@ -1,1 +1,4 @@
-"""Processes: started, watched, explained, restarted, stopped. Knows nothing of what they compute."""
+"""Processes: started, watched, explained, restarted, stopped.
+
+Knows their pids, pipes and progress; leaves what they compute to the module that they run.
+"""

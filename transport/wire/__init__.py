@@ -1,1 +1,4 @@
-"""Messages as bytes and back, and exactly-once delivery. Pure: no socket, thread, process or clock of its own."""
+"""Messages as bytes and back, and exactly-once delivery.
+
+Knows fields and frames, and is pure: leaves sockets, threads and clocks to io.
+"""

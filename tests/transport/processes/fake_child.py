@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from wavecore.transport.errors import ModelError, StartError
 from wavecore.transport.processes import logs
@@ -27,14 +28,34 @@ def main() -> int:
     life = ChildLife(args)
     config = json.loads(life.config)
     writer = logs.set_up("fake child")
-    do = config["do"]
-    once = Path(config.get("once", "/nonexistent/once"))  # a file: misbehave only while it does not exist
-    if once.exists():
-        do = "serve"
-    elif "once" in config:
-        once.touch()
+    do = what_to_do(config)
     logging.getLogger("fake").info("doing %s", do)
     life.report_phase("load", 0.5)
+    status = fail_while_loading(do, life, args.input)
+    if status is not None:
+        return status
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    report_ready(do, life, args.input, args.output)
+    misbehave_once_ready(do, life, config)
+    stop.wait()
+    writer.close()
+    return 0
+
+
+def what_to_do(config: dict[str, Any]) -> str:
+    """The config's word; with `once`, a file, it serves well in all lives but the first."""
+    once = Path(config.get("once", "/nonexistent/once"))
+    if once.exists():
+        return "serve"
+    if "once" in config:
+        once.touch()
+    return str(config["do"])
+
+
+def fail_while_loading(do: str, life: ChildLife, input_address: str) -> int | None:
+    """Ways to end before it is ready; the exit status of one that returns, None for a child that goes on."""
     if do == "fail":
         life.report_failure(ModelError("model.safetensors is truncated"))
         return 4
@@ -51,41 +72,47 @@ def main() -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     if do == "hang in load":
         threading.Event().wait()
-    if do == "serve on port 5" and args.input.endswith(":5"):  # only its first life gets that port
+    if do == "serve on port 5" and input_address.endswith(":5"):  # only its first life gets that port
         life.report_phase("bind", 0.0)
         life.report_failure(StartError("port 5 is taken"))
         return 3
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    return None
+
+
+def report_ready(do: str, life: ChildLife, input_address: str, output_address: str) -> None:
     resolved = {"pid": os.getpid()}
     if do == "grandchild":
         resolved["grandchild"] = subprocess.Popen(["sleep", "600"]).pid
-    ready = {"input": args.input, "output": args.output, "epoch": os.urandom(16).hex(), "resolved": resolved}
     if do == "serve on port 5":
-        ready["input"] = "tcp://127.0.0.1:5"
-    life.report_ready(ready)
+        input_address = "tcp://127.0.0.1:5"
+    epoch = os.urandom(16).hex()
+    life.report_ready({"input": input_address, "output": output_address, "epoch": epoch, "resolved": resolved})
+
+
+def misbehave_once_ready(do: str, life: ChildLife, config: dict[str, Any]) -> None:
     if do == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif do == "hold the GIL":  # stuck: work, and nothing moves
         life.progress.busy(True)
         ctypes.PyDLL(None).usleep(600_000_000)
-    elif do == "compute":  # a long step: no beat, but the CPU works
-        life.progress.busy(True)
-        if "core" in config:
-            os.sched_setaffinity(0, [config["core"]])
-        os.nice(config.get("nice", 0))
-        end = time.process_time() + config["seconds"]
-        while time.process_time() < end:
-            pass
-        life.progress.busy(False)
+    elif do == "compute":
+        compute(life, config)
     elif do == "ignore signals":
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         threading.Event().wait()
-    stop.wait()
-    writer.close()
-    return 0
+
+
+def compute(life: ChildLife, config: dict[str, Any]) -> None:
+    """A long step: no beat, but the CPU works."""
+    life.progress.busy(True)
+    if "core" in config:
+        os.sched_setaffinity(0, [config["core"]])
+    os.nice(config.get("nice", 0))
+    end = time.process_time() + config["seconds"]
+    while time.process_time() < end:
+        pass
+    life.progress.busy(False)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-from documents import ROOT, is_current, package_files, replace_part, room_of
+from documents import ROOT, from_top_to_bottom, is_current, package_files, replace_part, room_of
 
 SPINE = (
     "engine_core/loop",
@@ -65,7 +65,7 @@ def table() -> tuple[str, dict[str, int]]:
         sums["package"] += count
         sums["spine"] += count if is_spine(path) else 0
     rows = ["| room | files | code lines |", "|---|---:|---:|"]
-    rows += [f"| {room}/ | {files[room]} | {lines[room]:,} |" for room in sorted(lines)]
+    rows += [f"| {room}/ | {files[room]} | {lines[room]:,} |" for room in sorted(lines, key=from_top_to_bottom)]
     rows += [f"| **{name}**, budget {BUDGET[name]:,} | | {count:,} |" for name, count in sums.items()]
     return "\n".join(rows) + "\n", sums
 

@@ -30,6 +30,11 @@ def room_of(path: Path) -> str:
     return path.parent.relative_to(ROOT).as_posix()
 
 
+def from_top_to_bottom(room: str) -> tuple[int, str]:
+    """Key for sorting rooms: by folder, in the order of layers, then by name."""
+    return [*FOLDERS, ALIASES.split("/")[0]].index(room.split("/")[0]), room
+
+
 def part(document: str, name: str) -> str:
     """What stands in a document between its comments `name: ...` and `end of name`."""
     return _split(document, name)[1]

@@ -9,7 +9,7 @@ import ast
 import sys
 from pathlib import Path
 
-from documents import ALIASES, FOLDERS, ROOT, is_current, package_files, replace_part, room_of
+from documents import ALIASES, ROOT, from_top_to_bottom, is_current, package_files, replace_part, room_of
 
 DOCUMENT, PART = "ARCHITECTURE.md", "files"
 WITHOUT_PACKAGE = {  # a regular package `kernels` would hide another one of that name from transformers
@@ -43,9 +43,8 @@ def table() -> str:
     rooms: dict[str, list[Path]] = {}
     for path in package_files():
         rooms.setdefault(room_of(path), []).append(path)
-    order = [*FOLDERS, ALIASES]
     lines: list[str] = []
-    for room in sorted(rooms, key=lambda room: (next(i for i, top in enumerate(order) if room.startswith(top)), room)):
+    for room in sorted(rooms, key=from_top_to_bottom):
         lines.append(f"\n### {room}/\n\n{what_it_knows(room)}".rstrip() + "\n\n")
         shown = (path for path in rooms[room] if path.name != "__init__.py" or room == ALIASES)
         lines += [f"- `{path.name}` {first_paragraph(path)}\n" for path in shown]

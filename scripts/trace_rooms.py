@@ -211,7 +211,7 @@ def tables() -> str:
         "a request, in the engine (four steps)": counts(engine),
         "a request, both together": counts([*client, *engine]),
     }
-    lines = ["| | calls | files | hops | rooms | hops |", "|---|---:|---:|---:|---:|---:|"]
+    lines = ["| | calls | files | hops between files | rooms | hops between rooms |", "|---|---:|---:|---:|---:|---:|"]
     lines += [f"| {what} | {' | '.join(map(str, numbers))} |" for what, numbers in rows.items()]
     for title, calls in (
         ("A steady step, in the order of its first visits:", step),

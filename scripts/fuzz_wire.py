@@ -25,8 +25,8 @@ import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.gguf_file import read_gguf
+from wavecore.engine_core.loop.admission import request_from_add
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.request import Request
 from wavecore.transport.errors import (
     ConfigError,
     ModelError,
@@ -48,7 +48,7 @@ ODD_BYTES = b"\x00\x01\x7f\x80\x90\x91\xa0\xc0\xc1\xc4\xc6\xc7\xc9\xcb\xcf\xd3\x
 PARAMS = ("n", "temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "repetition_penalty", "logit_bias",
           "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos",
           "logprobs", "prompt_logprobs", "unknown")  # fmt: skip
-OPTIONS = ("priority", "cache_salt", "timeout", "queue_timeout", "pooling", "emitted", "unknown")
+OPTIONS = ("priority", "cache_salt", "timeout", "queue_timeout", "first_token_timeout", "pooling", "emitted", "unknown")
 INFO = RunnerInfo(64, 0, 16, 512, 1000, 8, (2,), "float32", "cpu")
 CONFIG = EngineConfig(model="scripted:none")
 
@@ -177,7 +177,7 @@ def fuzz_requests(source: Source) -> str:
         add = decode(encode(source.add()))
         assert isinstance(add, messages.Add)
         source.last = (add,)
-        Request.from_add(add, INFO, CONFIG)
+        request_from_add(add, INFO, CONFIG)
     except (ValidationError, ProtocolError, NotSupportedError):
         return "refused"
     return "accepted"

@@ -1,4 +1,4 @@
-"""The engine's settings: one frozen dataclass, resolved once at start. Names follow vLLM's. Knows no torch.
+"""The engine's settings: one frozen dataclass, resolved once at start. Names follow vLLM's.
 
 The same class is command line flags, YAML, environment variables and `--print_config` (frontend/cli_parser.py).
 A rank's copy is `dataclasses.replace(config, ...)`; nothing writes to a config later.
@@ -7,23 +7,40 @@ A rank's copy is `dataclasses.replace(config, ...)`; nothing writes to a config 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from types import UnionType
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
-from wavecore.engine_core.api.bounds import shown
+from wavecore.engine_core.api.request_options import MAX_SECONDS, MIN_SECONDS
 from wavecore.transport.errors import ConfigError, NotSupportedError
+from wavecore.transport.wire.checks import MAX_TEXT, Checker
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority", "hybrid"]
-# Above these an engine would only die later, of memory
-MOST = {
-    "max_model_len": 1 << 24,
-    "max_num_seqs": 1 << 16,
-    "max_num_batched_tokens": 1 << 22,
-    "max_num_queued_reqs": 1 << 24,
-    "block_size": 1 << 16,
-    "num_gpu_blocks_override": (1 << 31) - 1,
+# The least and the most of each setting. Above the most of whole numbers an engine would only die later, of memory.
+WHOLE = {
+    "max_model_len": (1, 1 << 24),
+    "max_num_seqs": (1, 1 << 16),
+    "max_num_batched_tokens": (1, 1 << 22),
+    "max_num_queued_reqs": (1, 1 << 24),
+    "max_num_queued_bytes": (1, (1 << 63) - 1),
+    "block_size": (1, 1 << 16),
+    "num_gpu_blocks_override": (2, (1 << 31) - 1),
+}
+ANY_WHOLE = (-(1 << 63), (1 << 63) - 1)
+ABOVE_ZERO = (0.0, math.inf, True)
+REAL: dict[str, tuple[float, float, bool]] = {
+    "gpu_memory_utilization": (0.0, 1.0, True),
+    "kv_cache_memory_gib": ABOVE_ZERO,
+    "swap_space_gib": (0.0, math.inf, False),
+    "watermark": (0.0, 0.99, False),
+    "ageing_seconds": ABOVE_ZERO,
+    "max_queue_seconds": (MIN_SECONDS, MAX_SECONDS, False),  # as the queue_timeout of a request, whose default it is
+    "max_holding_seconds": ABOVE_ZERO,
+    "ready_timeout": ABOVE_ZERO,
+    "step_timeout": ABOVE_ZERO,
+    "shutdown_timeout": (0.0, math.inf, False),
 }
 
 
@@ -111,49 +128,18 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in _KINDS:
-            if words := fault(name, getattr(self, name)):
-                raise ConfigError(f"{name} {words}")
-        for name, most in MOST.items():
-            if (getattr(self, name) or 0) > most:
-                raise ConfigError(f"{name} must be at most {most}, not {shown(getattr(self, name))}")
+            try:
+                object.__setattr__(self, name, _plain(name, getattr(self, name)))
+            except ConfigError as error:
+                raise ConfigError(f"{name} {error}") from None
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
-                raise NotSupportedError(f"{name}={shown(getattr(self, name))}: only 1 is supported in this version")
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_num_queued_reqs",
-            "max_num_queued_bytes",
-            "max_model_len",
-            "block_size",
-        ):
-            self._at_least(name, 1)
-        self._at_least("num_gpu_blocks_override", 2)
-        for name in ("kv_cache_memory_gib", "ready_timeout", "step_timeout", "ageing_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, not {shown(getattr(self, name))}")
-        for name in ("swap_space_gib", "shutdown_timeout"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must not be negative, not {shown(getattr(self, name))}")
-        for name in ("max_queue_seconds", "max_holding_seconds"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0 or null, not {shown(getattr(self, name))}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
-            )
-        if not 0 <= self.watermark < 1:
-            raise ConfigError(f"watermark must be from 0 to below 1, not {self.watermark}")
+                raise NotSupportedError(f"{name}={getattr(self, name)}: only 1 is supported in this version")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
                 "a step of all running requests would not fit; raise the one or lower the other"
             )
-
-    def _at_least(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if value is not None and value < low:
-            raise ConfigError(f"{name} must be at least {low}, not {shown(value)}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -172,28 +158,30 @@ _KINDS = get_type_hints(EngineConfig)
 
 
 def fault(name: str, value: Any) -> str | None:
-    """What is wrong with the kind of a setting's value, None for nothing."""
-    kind = _KINDS[name]
-    return None if _is_a(value, kind) else f"must be {_in_words(kind)}, not {shown(value)}"
+    """What is wrong with a setting's value, None for nothing."""
+    try:
+        _plain(name, value)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
-def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value fits a field's annotation; a whole number is a float too, a bool is neither."""
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
+def _plain(name: str, value: Any) -> Any:
+    """A setting's value, checked and made plain; a ConfigError says "must be ...", without the name."""
+    kind, optional = _KINDS[name], False
     if isinstance(kind, UnionType):
-        return any(_is_a(value, part) for part in get_args(kind))
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(isinstance(part, str) for pair in value.items() for part in pair)
+        kind, optional = get_args(kind)[0], True
+    if value is None and optional:
+        return None
+    check = Checker(lambda _, reason: ConfigError(f"{reason} (or null)" if optional else reason))
+    if get_origin(kind) is Literal:
+        return check.one_of(name, value, get_args(kind))
+    if kind is int:
+        return check.whole(name, value, *WHOLE.get(name, ANY_WHOLE))
     if kind is float:
-        return type(value) in (float, int)
-    return type(value) is kind
-
-
-def _in_words(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
-    if isinstance(kind, UnionType):
-        return " or ".join(_in_words(part) for part in get_args(kind))
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    return words.get(kind, "a mapping of texts")
+        return check.real(name, value, *REAL[name])
+    if kind is bool:
+        return check.flag(name, value)
+    if kind is str:
+        return check.text(name, value, 0, MAX_TEXT)
+    return check.text_map(name, value)

@@ -1,19 +1,19 @@
-"""How one request is sampled and when it stops. Knows no torch and no text processing.
+"""How one request is sampled and when it stops.
 
 Every value is bounded here, before it costs anything; the frontend builds the object and the engine rebuilds it from
-the wire, so the same bounds hold twice. Bounds that need the model (vocabulary, context length) are checked by
+the wire, so the same bounds hold twice. Bounds that need the model's vocabulary are checked by
 `SamplingParams.check_model`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Self
+from itertools import chain
+from typing import Any, Self
 
-from wavecore.engine_core.api.bounds import biases, entries, flag, real, strings, token_ids, whole
-from wavecore.transport.errors import NotSupportedError, ValidationError
+from wavecore.transport.errors import ValidationError
+from wavecore.transport.wire.checks import MAX_TOKEN_ID, Checker, shown
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -26,10 +26,33 @@ MAX_LOGPROBS = 64
 MAX_TOKENS = 1 << 24
 SEED_LIMIT = 1 << 63
 MAX_ALLOWED = 1 << 20
-# Of a request's options, which travel beside these parameters
-MAX_PRIORITY = 1 << 20
-MAX_SECONDS = 7 * 86400.0
-MAX_SALT = 256  # bytes
+WHOLE = {
+    "n": (1, MAX_N),
+    "top_k": (-1, (1 << 31) - 1),
+    "seed": (-SEED_LIMIT, SEED_LIMIT - 1),
+    "min_tokens": (0, MAX_TOKENS),
+    "max_tokens": (0, MAX_TOKENS),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+REAL = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+FLAGS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+)
+
+_check = Checker(ValidationError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,66 +108,56 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        self._put("n", whole("n", self.n, 1, MAX_N))
-        self._put("temperature", real("temperature", self.temperature, 0.0, 100.0))
-        self._put("top_k", whole("top_k", self.top_k, -1, (1 << 31) - 1))
-        self._put("top_p", real("top_p", self.top_p, 0.0, 1.0))
+        for name, (low, high) in WHOLE.items():
+            if (value := getattr(self, name)) is not None or name not in MAY_BE_NONE:
+                self._put(name, _check.whole(name, value, low, high))
+        for name, bounds in REAL.items():
+            self._put(name, _check.real(name, getattr(self, name), *bounds))
+        for name in FLAGS:
+            _check.flag(name, getattr(self, name))
         if self.top_p == 0.0:
             raise ValidationError("top_p", "must be above 0; for greedy decoding set temperature=0")
-        self._put("min_p", real("min_p", self.min_p, 0.0, 1.0))
-        if self.seed is not None:
-            self._put("seed", whole("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1))
-        self._put("presence_penalty", real("presence_penalty", self.presence_penalty, -2.0, 2.0))
-        self._put("frequency_penalty", real("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
-        self._put("repetition_penalty", real("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
-        if self.logit_bias is not None:
-            self._put("logit_bias", biases("logit_bias", self.logit_bias, MAX_LOGIT_BIAS))
-        self._check_words()
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        self._put("stop", strings("stop", () if stop is None else stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH))
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        self._put("stop_token_ids", token_ids("stop_token_ids", ids, MAX_STOP_TOKENS))
-        self._put("min_tokens", whole("min_tokens", self.min_tokens, 0, MAX_TOKENS))
-        if self.max_tokens is not None:
-            self._put("max_tokens", whole("max_tokens", self.max_tokens, 0, MAX_TOKENS))
-            if self.min_tokens > self.max_tokens:
-                raise ValidationError("min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._put(name, whole(name, getattr(self, name), 0, MAX_LOGPROBS))
-        for name in (
-            "include_stop_str_in_output",
-            "ignore_eos",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "detokenize",
-        ):
-            flag(name, getattr(self, name))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValidationError("min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}")
+        self._check_lists()
+        self._check_bad_words()
 
-    def _check_words(self) -> None:
+    def _check_lists(self) -> None:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        self._put("stop", _check.texts("stop", () if stop is None else stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH))
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        self._put("stop_token_ids", _check.token_ids("stop_token_ids", ids, MAX_STOP_TOKENS))
+        if self.logit_bias is not None:
+            self._put("logit_bias", _biases(self.logit_bias))
         if self.allowed_token_ids is not None:
-            allowed = token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
-            if not allowed:
+            self._put("allowed_token_ids", _check.token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED))
+            if not self.allowed_token_ids:
                 raise ValidationError("allowed_token_ids", "must not be empty; leave it out to allow all tokens")
-            self._put("allowed_token_ids", allowed)
+
+    def _check_bad_words(self) -> None:
         bad = () if self.bad_words is None else self.bad_words
-        self._put("bad_words", strings("bad_words", bad, MAX_BAD_WORDS, MAX_STOP_LENGTH))
-        if self.bad_words_token_ids is not None:
-            listed = entries("bad_words", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
-            words = tuple([token_ids("bad_words", word, MAX_STOP_LENGTH) for word in listed])
-            if (size := sum(map(len, words))) > MAX_BAD_WORD_TOKENS:
-                raise ValidationError("bad_words", f"{size} tokens in all are more than {MAX_BAD_WORD_TOKENS}")
-            self._put("bad_words_token_ids", words or None)
-            banned = {word[0] for word in words if len(word) == 1}
-            if self.allowed_token_ids and banned.issuperset(self.allowed_token_ids):
-                raise ValidationError("allowed_token_ids", "bad_words forbids every one of them")
+        self._put("bad_words", _check.texts("bad_words", bad, MAX_BAD_WORDS, MAX_STOP_LENGTH))
+        if self.bad_words_token_ids is None:
+            return
+        listed = _check.entries("bad_words", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
+        words = tuple([_check.token_ids("bad_words", word, MAX_STOP_LENGTH) for word in listed])
+        if (size := sum(map(len, words))) > MAX_BAD_WORD_TOKENS:
+            raise ValidationError("bad_words", f"{size} tokens in all are more than {MAX_BAD_WORD_TOKENS}")
+        self._put("bad_words_token_ids", words or None)
+        if self.allowed_token_ids and self._banned.issuperset(self.allowed_token_ids):
+            raise ValidationError("allowed_token_ids", "bad_words forbids every one of them")
 
     def _put(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # past the check of all fields that an assignment from outside makes
+        object.__setattr__(self, name, value)  # the plain form of what was given
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def _banned(self) -> set[int]:
+        """Tokens that bad_words never lets through."""
+        return {word[0] for word in self.bad_words_token_ids or () if len(word) == 1}
 
     def check_model(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
         """Check every token id and count of tokens against the model.
@@ -153,91 +166,66 @@ class SamplingParams:
             ValidationError: naming the field that holds an id outside [0, vocab_size), asks for more tokens, or leaves
                 no token that may come first.
         """
-        groups: dict[str, Sequence[int]] = {
-            "logit_bias": tuple(self.logit_bias or ()),
+        groups: dict[str, Iterable[int]] = {
+            "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
             "stop_token_ids": self.stop_token_ids or (),
-            "bad_words": [i for word in self.bad_words_token_ids or () for i in word],
+            "bad_words": chain.from_iterable(self.bad_words_token_ids or ()),
         }
         for name, ids in groups.items():
-            if ids and max(ids) >= vocab_size:
-                raise ValidationError(name, f"token id {max(ids)} is outside the vocabulary of {vocab_size}")
+            if (highest := max(ids, default=-1)) >= vocab_size:
+                raise ValidationError(name, f"token id {highest} is outside the vocabulary of {vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
                 raise ValidationError(name, f"{getattr(self, name)} is more than the vocabulary of {vocab_size}")
-        banned = {word[0] for word in self.bad_words_token_ids or () if len(word) == 1}
+        self._check_first_token(vocab_size, eos_token_ids)
+
+    def _check_first_token(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        banned = self._banned
         if self.min_tokens:
             banned.update(self.stop_token_ids or (), () if self.ignore_eos else eos_token_ids)
         allowed = self.allowed_token_ids
         if banned.issuperset(allowed) if allowed is not None else len(banned) >= vocab_size:
-            name = "bad_words" if allowed is None else "allowed_token_ids"
             raise ValidationError(
-                name, "no token is left: bad_words, or min_tokens with its stop tokens, forbid them all"
+                "bad_words" if allowed is None else "allowed_token_ids",
+                "no token is left: bad_words, or min_tokens with its stop tokens, forbid them all",
             )
 
-    def clone(self) -> Self:
-        """A copy that may be changed, as in vLLM."""
-        return replace(self)
+    def clone(self, **changes: Any) -> Self:
+        """A copy with some fields changed and all of them checked again."""
+        return replace(self, **changes)
 
     def to_wire(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain msgpack values."""
-        return {name: value for name, default in _DEFAULTS if (value := getattr(self, name)) not in (default, ())}
+        return {
+            name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) not in (default, ())
+        }
 
     @classmethod
-    def from_wire(cls, values: Mapping[str, Any]) -> SamplingParams:
+    def from_wire(cls, values: Mapping[str, Any]) -> Self:
         """Rebuild from `to_wire`.
 
         Raises:
             ValidationError: on an unknown field or a value out of bounds.
         """
-        for name in values:
-            if name not in _NAMES:
-                raise ValidationError(str(name)[:64], "is not a sampling parameter")
+        for name in values.keys() - _DEFAULTS.keys():
+            raise ValidationError(str(name)[:64], "is not a sampling parameter")
+        return cls(**values)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+
+
+def _biases(biases: Any) -> dict[int, float]:
+    """Token ids, as numbers or as JSON's texts, to what is added to their logits."""
+    if not isinstance(biases, Mapping) or len(biases) > MAX_LOGIT_BIAS:
+        raise ValidationError("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers")
+    found: dict[int, float] = {}
+    for token, bias in biases.items():
         try:
-            return cls(**values)
-        except ValidationError:
-            raise
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ValidationError("sampling_params", f"malformed: {error}") from error
-
-
-_DEFAULTS = [(f.name, f.default) for f in fields(SamplingParams)]
-_NAMES = frozenset(name for name, _ in _DEFAULTS)
-_REFUSED = {
-    "best_of": "ask for n choices and pick one",
-    "use_beam_search": "beam search is not supported",
-    "guided_decoding": "structured output is not supported",
-    "structured_outputs": "structured output is not supported",
-    "logits_processors": "code is never sent to an engine; logit_bias, bad_words and allowed_token_ids may do",
-    "output_kind": "give output_kind= to AsyncLLM.generate",
-    "truncate_prompt_tokens": "cut the prompt's token ids",
-    "extra_args": "there are no plug-ins that could read them",
-    "logprob_token_ids": "logprobs= reports the most likely tokens",
-    "repetition_detection": "not supported in this version",
-}
-_generated_init = SamplingParams.__init__
-
-
-@wraps(_generated_init)
-def _init(self: SamplingParams, *args: Any, **values: Any) -> None:
-    """The generated constructor, with a word on what vLLM's would have taken."""
-    for name in values.keys() - _NAMES:
-        if name not in _REFUSED:
-            raise ValidationError(name[:64], "is not a sampling parameter")
-        if values.pop(name) not in (None, False, 0, [], {}):
-            raise NotSupportedError(f"{name}: {_REFUSED[name]}")
-    if args:
-        raise ValidationError("sampling_params", f"name each value, for instance n={args[0]!r:.40}")
-    _generated_init(self, **values)
-
-
-def _assign(self: SamplingParams, name: str, value: Any) -> None:
-    """`params.max_tokens = 100`, as scripts for vLLM do: all fields are checked again."""
-    changed = replace(self, **{name: value})
-    for field, _ in _DEFAULTS:
-        object.__setattr__(self, field, getattr(changed, field))
-
-
-if not TYPE_CHECKING:  # type checkers see the plain frozen dataclass
-    SamplingParams.__init__ = _init
-    SamplingParams.__setattr__ = _assign
+            number = int(token) if isinstance(token, str) else token
+        except ValueError:
+            raise ValidationError("logit_bias", f"{shown(token)} is not a token id") from None
+        token_id = _check.whole("logit_bias", number, 0, MAX_TOKEN_ID)
+        found[token_id] = _check.real("logit_bias", bias, -100.0, 100.0)
+    return found

@@ -18,6 +18,7 @@ import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.loop import utilities
+from wavecore.engine_core.loop.admission import check_room, request_from_add
 from wavecore.engine_core.loop.recovery import SMALL_STEP, most_demanding
 from wavecore.engine_core.loop.stats import Stats
 from wavecore.engine_core.plan import OutOfMemory, PendingStep, RequestFault, Runner, StepResult
@@ -71,37 +72,18 @@ class EngineCore:
         """Check and hash a request; called in the input thread, so it only reads counters of the other one.
 
         Raises:
-            Overloaded: the queue is full.
+            Overloaded: the queue is full, or the engine shuts down.
             ValidationError: a value is out of bounds.
         """
-        request = Request.from_add(add, self.runner.info, self.config)
-        self._check_room(request)
+        if self.draining:
+            raise Overloaded("the engine is shutting down and takes no new requests; try another one")
+        request = request_from_add(add, self.runner.info, self.config)
+        queued_reqs = self._admitted_reqs - self.life.queued_out_reqs
+        queued_bytes = self._admitted_bytes - self.life.queued_out_bytes
+        check_room(request, self.config, queued_reqs, queued_bytes)
         self._admitted_reqs += request.params.n
         self._admitted_bytes += request.nbytes
         return request
-
-    def _check_room(self, request: Request) -> None:
-        n = request.params.n
-        if n > self.config.max_num_queued_reqs:
-            raise ValidationError("n", f"{n} is above max_num_queued_reqs {self.config.max_num_queued_reqs}")
-        if request.nbytes > self.config.max_num_queued_bytes:
-            raise ValidationError(
-                "prompt", f"{request.nbytes} bytes, more than max_num_queued_bytes {self.config.max_num_queued_bytes}"
-            )
-        if self.draining:
-            raise Overloaded("the engine is shutting down and takes no new requests; try another one")
-        reqs = self._admitted_reqs - self.life.queued_out_reqs
-        size = self._admitted_bytes - self.life.queued_out_bytes
-        if reqs + n > self.config.max_num_queued_reqs:
-            raise Overloaded(
-                f"{reqs} requests wait already, limit max_num_queued_reqs {self.config.max_num_queued_reqs}; "
-                "try again later"
-            )
-        if size + request.nbytes > self.config.max_num_queued_bytes:
-            raise Overloaded(
-                f"{size} bytes of prompts wait already, limit max_num_queued_bytes "
-                f"{self.config.max_num_queued_bytes}; try again later"
-            )
 
     def add(self, request: Request) -> None:
         self.life.add(request)

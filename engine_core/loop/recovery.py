@@ -32,7 +32,7 @@ def _extra_bytes(request: Request, query_len: int, samples: bool, info: RunnerIn
     params, needs = request.params, {}
     if request.prompt_embeds is not None:
         needs["prompt_embeds"] = 4 * info.hidden_size * query_len
-    if request.pooling:
+    if request.options.pooling:
         needs["pooling"] = 4 * info.hidden_size * query_len
     if params.prompt_logprobs is not None and query_len > 1:
         needs["prompt_logprobs"] = 8 * info.vocab_size * min(query_len, POSITIONS_AT_ONCE)

@@ -104,7 +104,7 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
     activation = read.values.get("hidden_activation") or read.values.get("hidden_act") or "silu"
     if activation not in ("silu", "gelu_pytorch_tanh"):
         raise NotSupportedError(f"{path}: activation {activation!r}; built in are silu and gelu_pytorch_tanh")
-    scalar = read.real("query_pre_attn_scalar", head_dim, above=0) if family.gemma else head_dim
+    scalar = read.real("query_pre_attn_scalar", head_dim, above_zero=True) if family.gemma else head_dim
     return checked(
         ModelSpec(
             architecture=name,
@@ -181,8 +181,8 @@ def _rope(read: Fields, settings: Any, head_dim: int) -> Rope:
     inner = Fields({**read.values, **settings}, read.path)
     original = inner.whole("original_max_position_embeddings", inner.whole("max_position_embeddings", 2048))
     return Rope(
-        theta=inner.real("rope_theta", 1e4, above=0),
-        dim=int(head_dim * inner.real("partial_rotary_factor", 1.0, above=0)),
+        theta=inner.real("rope_theta", 1e4, above_zero=True),
+        dim=int(head_dim * inner.real("partial_rotary_factor", 1.0, above_zero=True)),
         kind=kind,
         settings={
             **settings,
@@ -195,5 +195,5 @@ def _rope(read: Fields, settings: Any, head_dim: int) -> Rope:
 def _max_model_len(read: Fields, family: Family, rope: Rope) -> int:
     length = read.whole("max_position_embeddings", 2048)
     if rope.kind in ("linear", "dynamic") and not family.gemma:  # these configs give the length before scaling
-        length = int(length * Fields(rope.settings, read.path).real("factor", 1.0, above=0))
+        length = int(length * Fields(rope.settings, read.path).real("factor", 1.0, above_zero=True))
     return length

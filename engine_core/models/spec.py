@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wavecore.transport.errors import ModelError
+from wavecore.transport.wire.checks import Checker
 
 MAX_LAYERS = 1 << 12
 
@@ -115,25 +116,24 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Typed, bounded reads from a config that may lie."""
+    """Typed, bounded reads from a config that may lie. A field that is null counts as left out."""
 
     values: Mapping[str, Any]
     path: Path
 
     def whole(self, name: str, default: int | None = None, low: int = 1, high: int = 1 << 28) -> int:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if type(value) is not int or not low <= value <= high:
-            raise ModelError(f"{self.path}: {name} must be a whole number from {low} to {high}, not {value!r:.40}")
-        return value
+        return self._check.whole(name, self._value(name, default), low, high)
 
-    def real(self, name: str, default: float, above: float = -1.0) -> float:
+    def real(self, name: str, default: float, above_zero: bool = False) -> float:
+        return self._check.real(name, self._value(name, default), 0.0, 1e12, above=above_zero)
+
+    def _value(self, name: str, default: float | None) -> Any:
         value = self.values.get(name)
-        value = default if value is None else value
-        if type(value) not in (int, float) or not max(above, 0) <= value < 1e12 or value == above:
-            least = "above 0" if above == 0 else "of 0 or more"
-            raise ModelError(f"{self.path}: {name} must be a number {least}, not {value!r:.40}")
-        return float(value)
+        return default if value is None else value
+
+    @property
+    def _check(self) -> Checker:
+        return Checker(lambda name, reason: ModelError(f"{self.path}: {name} {reason}"))
 
 
 def checked(spec: ModelSpec, path: Path) -> ModelSpec:

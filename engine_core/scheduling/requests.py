@@ -90,13 +90,12 @@ class Lifecycle:
         mine = self.by_client.setdefault(request.client, {})
         request.arrival = self.clock()
         for choice in request.choices():
-            choice.major = self.policy.major(choice.priority, request.arrival)
+            choice.major = self.policy.major(choice.options.priority, request.arrival)
             choice.minor = self._arrivals
             self._arrivals += 1
             mine[choice.handle] = choice
-            self._start_timer(choice, "timeout", choice.timeout)
-            self._start_timer(choice, "queue_timeout", choice.queue_timeout)
-            self._start_timer(choice, "first_token_timeout", choice.first_token_timeout)
+            for which, seconds in choice.options.deadlines.items():
+                self._start_timer(choice, which, seconds)
         if request.client not in self._number_of:
             self._number_of[request.client] = self._new_number(request.client)
         self.waiting.push(request)
@@ -168,7 +167,7 @@ class Lifecycle:
             params=request.params,
             choice=request.choice,
             prompt_embeds=request.prompt_embeds,
-            pooling=request.pooling,
+            pooling=request.options.pooling or "",
         )
 
     def land(self, step_id: int) -> None:
@@ -273,11 +272,11 @@ class Lifecycle:
                 continue  # two of its deadlines passed at once
             age = self.clock() - request.arrival
             message = {
-                "timeout": f"not done after {age:.3g} s, the request's timeout is {request.timeout} s",
+                "timeout": f"not done after {age:.3g} s, the request's timeout is {request.options.timeout} s",
                 "first_token_timeout": f"no token after {age:.3g} s, first_token_timeout is "
-                f"{request.first_token_timeout} s",
-                "queue_timeout": f"waited {age:.3g} s for its first step, limit {request.queue_timeout} s: the engine "
-                "is busy; try again later",
+                f"{request.options.first_token_timeout} s",
+                "queue_timeout": f"waited {age:.3g} s for its first step, limit {request.options.queue_timeout} s: the "
+                "engine is busy; try again later",
                 "holding": f"held KV blocks for {self.max_holding} s, limit max_holding_seconds",
             }[which]
             self.end(request, FinishReason.TIMEOUT, RequestTimeout(message))

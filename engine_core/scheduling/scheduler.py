@@ -197,7 +197,7 @@ class Scheduler:
             if not self._could_fit(request, victims):
                 return  # pushing them all out would not help
             self._made_room_for = request
-            cause = f"request {request.handle} of priority {request.priority} is more urgent"
+            cause = f"request {request.handle} of priority {request.options.priority} is more urgent"
             self.life.preempt(int(victims[-1]), cause)
 
     def _could_fit(self, request: Request, victims: Rows) -> bool:
@@ -220,7 +220,7 @@ class Scheduler:
         rows = s.ordered()
         major = s.major[rows]
         behind = (major > request.major) | ((major == request.major) & (s.minor[rows] > request.minor))
-        victims: Rows = rows[behind & (s.priority[rows] > request.priority)]
+        victims: Rows = rows[behind & (s.priority[rows] > request.options.priority)]
         return victims
 
     # --- the plan -------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Slots:
         self.client[slot] = client
         self.handle[slot] = request.handle
         self.major[slot], self.minor[slot] = request.major, request.minor
-        self.priority[slot] = request.priority
+        self.priority[slot] = request.options.priority
         self.live[slot] = self.runs[slot] = self.prefilling[slot] = True
         self.samples[slot] = request.samples
         self.first[slot] = not request.reported

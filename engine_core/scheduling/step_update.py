@@ -106,12 +106,12 @@ def _end_unsampled(life: Lifecycle, step: Scheduled, result: StepResult) -> None
     for i in done.nonzero()[0].tolist():
         request = s.at(int(slots[i]))
         tensors = {}
-        if request.pooling:
+        if request.options.pooling:
             tensors["pooled"] = [frame("float32", result.pooled[i])]
         if request.prompt_logprobs:
             tensors["prompt_logprobs"] = logprob_frames(join_logprobs(request.prompt_logprobs))
         life.close(request)
-        finish = FinishReason.STOP if request.pooling else FinishReason.LENGTH
+        finish = FinishReason.STOP if request.options.pooling else FinishReason.LENGTH
         life.outputs.end(request.client, request.handle, finish, _first_words(request), tensors)
 
 

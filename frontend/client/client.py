@@ -92,7 +92,7 @@ class EngineClient:
             self._check_open()
             if self._requests.submit(mailbox, hope):
                 self._watch_hope()
-            if mailbox.request.has_deadline and not self._sweeping:
+            if mailbox.request.options.deadlines and not self._sweeping:
                 self._sweeping = True
                 self._timer.schedule(SWEEP_SECONDS, self._check_deadlines)
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from wavecore.frontend.client.engines import Balancer, EngineLink, LinkState
 from wavecore.frontend.client.mailbox import Mailbox
-from wavecore.frontend.client.request import DEADLINES
 from wavecore.transport.errors import EngineDead, RequestError, RequestTimeout, WavecoreError
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.wire.messages import Abort, FinishReason, Step
@@ -55,11 +54,13 @@ class Flight:
     @property
     def deadline(self) -> float:
         """Monotonic time when the client gives up on it."""
-        request = self.mailbox.request
-        if self.link is None:  # no engine counts its time
-            names = {"timeout"} if self.mailbox.has_tokens else DEADLINES
-            return self.started + min((request.options[n] for n in names & request.options.keys()), default=math.inf)
-        return math.inf if request.timeout is None else self.started + request.timeout + GRACE_SECONDS
+        options = self.mailbox.request.options
+        timeout = math.inf if options.timeout is None else options.timeout
+        if self.link is not None:  # the engine counts its time
+            return self.started + timeout + GRACE_SECONDS
+        if self.mailbox.has_tokens:
+            return self.started + timeout
+        return self.started + min(options.deadlines.values(), default=math.inf)
 
 
 class InFlight:
@@ -192,7 +193,7 @@ class InFlight:
 
     @property
     def have_deadlines(self) -> bool:
-        return any(f.mailbox.request.has_deadline for f in self._flights.values())
+        return any(f.mailbox.request.options.deadlines for f in self._flights.values())
 
     def fail_overdue(self) -> list[Mailbox]:
         """The second level of deadlines: an engine ends a request in time; this is for an engine that says nothing."""

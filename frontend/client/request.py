@@ -1,23 +1,21 @@
-"""A request ready for an engine: ids, checked parameters, options. Knows the wire's form, not text."""
+"""A request ready for an engine: ids, sampling parameters and options, all checked, and the message they travel in."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from wavecore.engine_core.api.bounds import real, whole
-from wavecore.engine_core.api.sampling_params import MAX_PRIORITY, MAX_SALT, MAX_SECONDS, SamplingParams
+from wavecore.engine_core.api.request_options import RequestOptions
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.messages import Add, TensorFrame
 from wavecore.transport.wire.tensors import from_numpy
 
 I32 = npt.NDArray[np.int32]
-MIN_SECONDS = 0.001
-DEADLINES = frozenset({"timeout", "queue_timeout", "first_token_timeout"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,6 @@ class EngineRequest:
         prompt: int32 [n]; zeros under prompt_embeds.
         params: as the user gave them, for the text side.
         wire: as the engine takes them.
-        options: of `messages.Add`.
         resume: go on after the death of an engine by re-prefilling prompt and emitted tokens.
     """
 
@@ -37,18 +34,9 @@ class EngineRequest:
     prompt: I32
     params: SamplingParams
     wire: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: RequestOptions = field(default_factory=RequestOptions)
     prompt_embeds: TensorFrame | None = None
     resume: bool = False
-
-    @property
-    def timeout(self) -> float | None:
-        value = self.options.get("timeout")
-        return None if value is None else float(value)
-
-    @property
-    def has_deadline(self) -> bool:
-        return not DEADLINES.isdisjoint(self.options)
 
     @property
     def cost(self) -> int:
@@ -62,50 +50,14 @@ class EngineRequest:
             emitted: tokens of an earlier life, which go behind the prompt and are drawn on with the same `seed`.
             elapsed: seconds since it was sent first; deadlines go on.
         """
-        prompt, options, wire = self.prompt, dict(self.options), dict(self.wire)
-        for name in DEADLINES & options.keys():
-            options[name] = max(MIN_SECONDS, options[name] - elapsed)
+        prompt, options, wire = self.prompt, self.options.after(elapsed), dict(self.wire)
         if emitted:
             prompt = np.concatenate([prompt, np.array(emitted, np.int32)])
-            options["emitted"] = len(emitted)
+            options = replace(options, emitted=len(emitted), queue_timeout=None, first_token_timeout=None)
             wire.pop("prompt_logprobs", None)  # reported with the first token
-            for name in ("queue_timeout", "first_token_timeout"):
-                options.pop(name, None)
             if seed is not None:
                 wire["seed"] = seed
-        return Add(b"", b"", 0, handle, from_numpy(prompt), wire, options, self.prompt_embeds)
-
-
-def check_options(
-    *,
-    priority: int = 0,
-    timeout: float | None = None,
-    queue_timeout: float | None = None,
-    first_token_timeout: float | None = None,
-    cache_salt: str | None = None,
-    pooling: str | None = None,
-) -> dict[str, Any]:
-    """Bounded options of a request, without the defaults.
-
-    Raises:
-        ValidationError: naming the option.
-    """
-    options: dict[str, Any] = {}
-    if priority != 0:
-        options["priority"] = whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
-    deadlines = {"timeout": timeout, "queue_timeout": queue_timeout, "first_token_timeout": first_token_timeout}
-    for name, value in deadlines.items():
-        if value is not None:
-            options[name] = real(name, value, MIN_SECONDS, MAX_SECONDS)
-    if cache_salt is not None:
-        if len(cache_salt.encode(errors="replace")) > MAX_SALT:
-            raise ValidationError("cache_salt", f"must be at most {MAX_SALT} bytes of text")
-        options["cache_salt"] = cache_salt
-    if pooling is not None:
-        if pooling not in ("mean", "last"):
-            raise ValidationError("pooling", f'must be "mean" or "last", not {pooling!r:.40}')
-        options["pooling"] = pooling
-    return options
+        return Add(b"", b"", 0, handle, from_numpy(prompt), wire, options.to_wire(), self.prompt_embeds)
 
 
 def embeds_frame(embeds: Any, hidden_size: int) -> TensorFrame:

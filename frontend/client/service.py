@@ -11,7 +11,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind, Waker
-from wavecore.frontend.client.request import EngineRequest, check_options, embeds_frame
+from wavecore.frontend.client.request import EngineRequest, embeds_frame
 from wavecore.frontend.prompts import Prompt, token_ids
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tokenizer
@@ -112,7 +112,7 @@ class Service:
         Raises:
             ModelError: generation_config.json recommends what cannot be.
         """
-        return self._default_params.clone()
+        return self._default_params
 
     @cached_property
     def _default_params(self) -> SamplingParams:
@@ -155,7 +155,7 @@ class Service:
         """A request ready to send.
 
         Args:
-            options: of `check_options`.
+            options: of `RequestOptions`.
 
         Raises:
             ValidationError: a value out of bounds, before it costs anything.
@@ -169,7 +169,7 @@ class Service:
             raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")
         if resume and params.n > 1:
             raise NotSupportedError("resume=True with n > 1; send the choices as requests of their own")
-        checked = check_options(cache_salt=prompt.cache_salt, pooling=pooling, **options)
+        checked = RequestOptions(cache_salt=prompt.cache_salt, pooling=pooling, **options)
         prompt = self.encode(prompt)
         embeds = None
         if prompt.embeds is not None:
@@ -187,7 +187,7 @@ class Service:
             request_id=request_id if request_id is not None else str(next(self._numbers)),
             text=prompt.text,
             prompt=ids,
-            params=copy(params),  # the caller may go on changing theirs
+            params=params,
             wire=self._wire(params),
             options=checked,
             prompt_embeds=embeds,

@@ -12,7 +12,6 @@ from typing import Any
 
 import tokenizers
 
-from wavecore.engine_core.api.bounds import token_ids
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.text.chat_template import ChatTemplate
 from wavecore.frontend.text.detokenizer import (
@@ -31,6 +30,7 @@ from wavecore.frontend.text.messages import (
     pick_marker,
 )
 from wavecore.transport.errors import NotSupportedError, ValidationError
+from wavecore.transport.wire.checks import Checker
 
 MAX_DECODE = 1 << 24  # ids in one call
 MAX_TOKEN_CHARACTERS = 256  # longest run of characters that one token may stand for, for refusing huge texts unread
@@ -193,7 +193,8 @@ class Tokenizer:
         Raises:
             ValidationError: no list of token ids.
         """
-        return self.backend.decode(list(token_ids("ids", ids, MAX_DECODE)), skip_special_tokens=skip_special_tokens)
+        checked = Checker(ValidationError).token_ids("ids", ids, MAX_DECODE)
+        return self.backend.decode(list(checked), skip_special_tokens=skip_special_tokens)
 
     def decode_token(self, token: int) -> str:
         """One token on its own, special tokens included, as logprobs show it."""

@@ -218,7 +218,7 @@ def test_plain_script_without_main_guard(files: dict[str, str], tmp_path: Path) 
         ({"enable_lora": True}, NotSupportedError, "merge the adapter"),
         ({"max_num_seqs": "8"}, ConfigError, "max_num_seqs must be a whole number"),
         ({"max_num_seqs": 1.5}, ConfigError, "max_num_seqs"),
-        ({"max_model_len": 10**12}, ConfigError, "max_model_len must be at most"),
+        ({"max_model_len": 10**12}, ConfigError, "max_model_len must be a whole number from 1 to 16777216"),
         ({"disable_tqdm": "yes"}, ConfigError, "disable_tqdm must be true or false"),
         ({"dtype": "int3"}, ConfigError, "dtype must be one of auto"),
         ({"gpu_memory_utilization": float("nan")}, ConfigError, "gpu_memory_utilization"),
@@ -257,8 +257,7 @@ def test_recommended_sampling(tmp_path: Path) -> None:
     with LLM(files["model"]) as llm:
         params = llm.get_default_sampling_params()
         assert params == SamplingParams(temperature=0.6, top_p=0.9)
-        params.max_tokens = 3  # type: ignore[misc]
-        assert len(llm.generate([5], params, use_tqdm=False)[0].outputs[0].token_ids) == 3
+        assert len(llm.generate([5], params.clone(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids) == 3
         assert llm.get_default_sampling_params().max_tokens == 16
     recommended.write_text('{"top_k": 50.5}')
     with LLM(files["model"]) as llm, pytest.raises(ModelError, match=r"generation_config\.json: top_k"):

@@ -97,7 +97,7 @@ def test_values_are_checked_in_the_engine_again(deploy: Any, wire: dict[str, Any
     with deploy() as deployed:
         service = deployed.llm._service
         honest = service.prepare(as_prompt({"prompt_token_ids": [1]}), SamplingParams(max_tokens=5, temperature=0))
-        lie = EngineRequest("lie", None, np.array(ids, np.int32), honest.params, {"max_tokens": 5, **wire}, {})
+        lie = EngineRequest("lie", None, np.array(ids, np.int32), honest.params, {"max_tokens": 5, **wire})
         error = _end_of(service, lie)
         assert isinstance(error, ValidationError)
         assert field in str(error)

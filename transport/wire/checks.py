@@ -1,51 +1,118 @@
-"""What one value in a message may be. Each check returns the value or raises ProtocolError; used in both directions."""
+"""What one value from outside may be: one rule for each kind, for wire fields, requests, settings and config.json.
+
+A `Checker` raises the error of the layer that made it. The functions behind it are the wire's own: they take a value
+alone, since the codec says which field of which message it was, and serve both directions.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from wavecore.transport.errors import ProtocolError
 
 MAX_DEPTH = 16
 MAX_TEXT = 1 << 20
+MAX_TOKEN_ID = (1 << 31) - 1
+LEAST, MOST = -(1 << 63), (1 << 64) - 1  # of the whole numbers that msgpack can carry
+FINITE = (-sys.float_info.max, sys.float_info.max)
 
 
-def whole(low: int, high: int) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise ProtocolError(f"must be a whole number from {low} to {high}, not {value!r:.40}")
+def shown(value: Any) -> str:
+    """A value in an error message: short, and whatever its `repr` does."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # Python refuses to print whole numbers of more than 4,300 digits
+        return f"such {type(value).__name__}"
+
+
+class Checker:
+    """Checks values and makes them plain. numpy's numbers and arrays are welcome where Python's are; a bool is none.
+
+    Args:
+        error: makes the exception to raise of the value's name and "must be ..., not ...".
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: Callable[[str, str], Exception]) -> None:
+        self.error = error
+
+    def whole(self, name: str, value: Any, low: int, high: int) -> int:
+        if type(value) is int and low <= value <= high:
+            return value
+        if isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high:
+            return int(value)
+        raise self.error(name, f"must be a whole number from {low} to {high}, not {shown(value)}")
+
+    def real(self, name: str, value: Any, low: float, high: float, above: bool = False) -> float:
+        """A number from `low` to `high`, never NaN; with `above`, not `low` itself."""
+        number = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
+        if number and low <= value <= high and not (above and value == low):
+            return float(value)
+        span = f"above {low:g}" if above else f"of at least {low:g}"
+        most = "" if high == math.inf else f" and at most {high:g}"
+        raise self.error(name, f"must be a number {span}{most}, not {shown(value)}")
+
+    def flag(self, name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise self.error(name, f"must be true or false, not {shown(value)}")
         return value
 
-    return check
+    def text(self, name: str, value: Any, low: int, high: int) -> str:
+        """A string of `low` to `high` characters."""
+        if not isinstance(value, str) or not low <= len(value) <= high:
+            raise self.error(name, f"must be text of {low} to {high} characters, not {shown(value)}")
+        return value
+
+    def one_of(self, name: str, value: Any, choices: Sequence[str]) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise self.error(name, f"must be one of {', '.join(choices)}, not {shown(value)}")
+        return value
+
+    def text_map(self, name: str, value: Any) -> dict[str, str]:
+        if not isinstance(value, dict) or not all(isinstance(text, str) for pair in value.items() for text in pair):
+            raise self.error(name, f"must be a mapping of texts, not {shown(value)}")
+        return value
+
+    def entries(self, name: str, values: Any, limit: int) -> list[Any]:
+        """The entries of a list; its length is known before any entry is looked at."""
+        try:
+            count = -1 if isinstance(values, str | bytes | Mapping) else len(values)
+            if 0 <= count <= limit:
+                return list(values)
+        except TypeError:
+            count = -1
+        found = f"{count} entries" if count >= 0 else shown(values)
+        raise self.error(name, f"must be a list of at most {limit} entries, not {found}")
+
+    def texts(self, name: str, values: Any, limit: int, longest: int) -> tuple[str, ...]:
+        return tuple([self.text(name, value, 1, longest) for value in self.entries(name, values, limit)])
+
+    def token_ids(self, name: str, values: Any, limit: int) -> tuple[int, ...]:
+        return tuple([self.whole(name, value, 0, MAX_TOKEN_ID) for value in self.entries(name, values, limit)])
+
+
+ON_WIRE = Checker(lambda _, reason: ProtocolError(reason))
 
 
 def bytes16(value: Any) -> bytes:
     if type(value) is not bytes or len(value) != 16:
-        raise ProtocolError(f"must be 16 bytes, not {value!r:.40}")
+        raise ProtocolError(f"must be 16 bytes, not {shown(value)}")
     return value
 
 
 def text(value: Any) -> str:
     if type(value) is not str or len(value) > MAX_TEXT:
         raise ProtocolError(f"must be text of at most {MAX_TEXT} characters, not {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ProtocolError("must be text without lone surrogates") from None
-    return value
-
-
-def flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise ProtocolError(f"must be true or false, not {value!r:.40}")
-    return value
-
-
-def real(value: Any) -> float:
-    if type(value) is not float or not math.isfinite(value):
-        raise ProtocolError(f"must be a finite float, not {value!r:.40}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ProtocolError("must be text without lone surrogates") from None
     return value
 
 
@@ -59,13 +126,13 @@ def plain(value: Any, depth: int = 0) -> Any:
             if type(key) is str:
                 text(key)
             else:
-                INT64(key)
+                ON_WIRE.whole("", key, LEAST, MOST)
             plain(item, depth + 1)
     elif kind is list or kind is tuple:
         for item in value:
             plain(item, depth + 1)
     elif kind is int:
-        INT64(value)
+        ON_WIRE.whole("", value, LEAST, MOST)
     elif kind is str:
         text(value)
     elif not (kind in (bool, float, bytes) or value is None):
@@ -74,11 +141,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def table(value: Any) -> dict[str, Any]:
-    if type(value) is not dict or not all(type(key) is str for key in value):
+    if type(value) is not dict or set(map(type, value)) - {str}:
         raise ProtocolError(f"must be a map with text keys, not {type(value).__name__}")
     plain(value)
     return value
-
-
-INT64 = whole(-(1 << 63), (1 << 64) - 1)  # what msgpack can carry
-UINT64 = whole(0, (1 << 64) - 1)

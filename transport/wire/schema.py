@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from wavecore.transport.errors import ProtocolError
 from wavecore.transport.wire import messages
-from wavecore.transport.wire.checks import UINT64, bytes16, flag, plain, real, table, text, whole
+from wavecore.transport.wire.checks import FINITE, ON_WIRE, bytes16, plain, table, text
 from wavecore.transport.wire.columns import check_columns
 from wavecore.transport.wire.messages import Columns, TensorFrame
 from wavecore.transport.wire.tensors import DTYPES, MAX_DIMS, TensorReader, TensorWriter, byte_length
 
 MAX_TENSORS = 1 << 16
 MAX_DIM = 1 << 40
+MAX_COUNT = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,11 @@ class Kind:
 def _scalar(check: Callable[[Any], Any]) -> Kind:
     """A kind that looks the same in the message and on the wire."""
     return Kind(lambda value, _: check(value), lambda value, _: check(value))
+
+
+def _whole(low: int, high: int) -> Kind:
+    whole = ON_WIRE.whole
+    return Kind(lambda value, _: whole("", value, low, high), lambda value, _: whole("", value, low, high))
 
 
 def _write_tensor(value: TensorFrame, tensors: TensorWriter) -> list[Any]:
@@ -56,7 +63,7 @@ def _tensor_bytes(dtype: Any, shape: tuple[Any, ...]) -> int:
     if len(shape) > MAX_DIMS:
         raise ProtocolError(f"{len(shape)} dimensions, {MAX_DIMS} at most")
     for dim in shape:
-        _DIM(dim)
+        ON_WIRE.whole("", dim, 0, MAX_DIM)
     return byte_length(dtype, shape)
 
 
@@ -105,10 +112,10 @@ def _read_columns(raw: Any, tensors: TensorReader) -> Columns:
 def _load(value: Any) -> tuple[int, int, int]:
     if not isinstance(value, list | tuple) or len(value) != 3:
         raise ProtocolError("must be three whole numbers")
-    return (UINT64(value[0]), UINT64(value[1]), UINT64(value[2]))
+    whole = ON_WIRE.whole
+    return (whole("", value[0], 0, MAX_COUNT), whole("", value[1], 0, MAX_COUNT), whole("", value[2], 0, MAX_COUNT))
 
 
-_DIM = whole(0, MAX_DIM)
 _COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
     "handles": np.dtype("<u4"),
     "counts": np.dtype("<u4"),
@@ -117,10 +124,10 @@ _COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 _TOKEN = _scalar(bytes16)
-_NUMBER = _scalar(whole(0, (1 << 63) - 1))
-_COUNT = _scalar(UINT64)
+_NUMBER = _whole(0, (1 << 63) - 1)
+_COUNT = _whole(0, MAX_COUNT)
 _TEXT = _scalar(text)
-_FLAG = _scalar(flag)
+_FLAG = _scalar(partial(ON_WIRE.flag, ""))
 _TABLE = _scalar(table)
 _TENSOR = Kind(_write_tensor, _read_tensor)
 _TENSORS = Kind(_write_tensors, _read_tensors)
@@ -135,7 +142,7 @@ FIELDS: dict[type, dict[str, Kind]] = {
         "epoch": _TOKEN,
         "client": _TOKEN,
         "number": _NUMBER,
-        "handle": _scalar(whole(0, (1 << 32) - 1)),
+        "handle": _whole(0, (1 << 32) - 1),
         "prompt": _TENSOR,
         "params": _TABLE,
         "options": _TABLE,
@@ -177,7 +184,7 @@ FIELDS: dict[type, dict[str, Kind]] = {
         "running": _COUNT,
         "waiting": _COUNT,
         "tokens": _COUNT,
-        "monotonic": _scalar(real),
+        "monotonic": _scalar(lambda value: ON_WIRE.real("", value, *FINITE)),
         "gap": _FLAG,
     },
     messages.Gone: {"epoch": _TOKEN},
@@ -186,7 +193,7 @@ FIELDS: dict[type, dict[str, Kind]] = {
         "code": _TEXT,
         "message": _TEXT,
         "phase": _TEXT,
-        "rank": _scalar(whole(-1, 1 << 20)),
+        "rank": _whole(-1, 1 << 20),
         "traceback": _TEXT,
     },
     messages.Bye: {"epoch": _TOKEN, "sent": _NUMBER},

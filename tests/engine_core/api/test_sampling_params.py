@@ -1,8 +1,8 @@
-"""SamplingParams: what scripts for vLLM do with them, and a typed error for everything else."""
+"""SamplingParams: frozen, plain and bounded, and a typed error for every value out of bounds."""
 
 from __future__ import annotations
 
-from copy import copy
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavecore.engine_core.api.bounds import shown
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.transport.errors import NotSupportedError, ValidationError
+from wavecore.transport.errors import ValidationError
+from wavecore.transport.wire.checks import shown
 
 FIELDS = [f.name for f in SamplingParams.__dataclass_fields__.values()]
 STRANGE = [5, -1, 1.5, "x", "", b"x", True, None, [], [1], ["a"], {}, {1: 2}, {"a": 1}, [[1]], object(), float("nan")]
@@ -48,39 +48,34 @@ def test_numbers_of_numpy_become_plain() -> None:
     assert type(params.max_tokens) is int
 
 
-def test_assignment_checks_again() -> None:
-    params = SamplingParams()
-    params.max_tokens = 100  # type: ignore[misc]
-    params.stop = "x"  # type: ignore[misc]
-    assert params == SamplingParams(max_tokens=100, stop=["x"])
-    for name, value in (("n", 0), ("maxtokens", 5)):
-        with pytest.raises(ValidationError, match=name):
-            setattr(params, name, value)
-    assert params == SamplingParams(max_tokens=100, stop=["x"])
-
-
-def test_copies_are_apart() -> None:
+def test_clone_checks_again() -> None:
     params = SamplingParams(logit_bias={"5": 1})  # type: ignore[dict-item]
-    for other in (params.clone(), copy(params)):
-        assert other == params
-        other.n = 2  # type: ignore[misc]
-        assert params.n == 1
+    assert params.clone() == params
+    other = params.clone(max_tokens=100, stop="x")
+    assert other == SamplingParams(logit_bias={5: 1.0}, max_tokens=100, stop=["x"])
+    assert params.max_tokens == 16
+    with pytest.raises(ValidationError, match="n: must be a whole number from 1 to 128, not 0"):
+        params.clone(n=0)
+    with pytest.raises(ValidationError, match="min_tokens: 5 is above max_tokens 3"):
+        params.clone(min_tokens=5, max_tokens=3)
 
 
-@pytest.mark.parametrize("name", ["best_of", "guided_decoding", "structured_outputs", "logits_processors"])
-def test_features_of_vllm_are_refused_by_name(name: str) -> None:
-    with pytest.raises(NotSupportedError, match=name):
-        SamplingParams(**{name: 7})
-    assert SamplingParams(**{name: None}) == SamplingParams()  # type: ignore[arg-type]
-
-
-def test_unknown_and_unnamed_values() -> None:
-    with pytest.raises(ValidationError, match="temprature"):
+def test_it_is_a_plain_frozen_dataclass() -> None:
+    params = SamplingParams()
+    with pytest.raises(FrozenInstanceError):
+        params.max_tokens = 100  # type: ignore[misc]
+    with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]
-    with pytest.raises(ValidationError, match="n=1"):
+    with pytest.raises(TypeError, match="maxtokens"):
+        params.clone(maxtokens=5)
+    with pytest.raises(TypeError, match="positional"):
         SamplingParams(1)  # type: ignore[misc]
-    with pytest.raises(ValidationError, match="no_such"):
-        SamplingParams.from_wire({"no_such": 1})
+
+
+def test_an_unknown_name_from_the_wire_is_refused() -> None:
+    for name in ("no_such", "best_of", 5):
+        with pytest.raises(ValidationError, match=f"{name}: is not a sampling parameter"):
+            SamplingParams.from_wire({name: 1})  # type: ignore[dict-item]
 
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

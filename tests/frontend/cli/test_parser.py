@@ -89,10 +89,10 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--max-num-sec", "1"], "--max-num-sec: no such option; did you mean --max-num-seqs?"),
         (["--max-num-se", "1"], "no such option"),  # no unique prefixes
-        (["--max-num-seqs", "many"], "--max-num-seqs must be a whole number, not 'many'"),
-        (["--max-num-seqs", "1.5"], "--max-num-seqs must be a whole number, not 1.5"),
+        (["--max-num-seqs", "many"], "--max-num-seqs must be a whole number from 1 to 65536, not 'many'"),
+        (["--max-num-seqs", "1.5"], "--max-num-seqs must be a whole number from 1 to 65536, not 1.5"),
         (["--max-num-seqs"], "--max-num-seqs needs a value"),
-        (["--max-num-seqs", "-5"], "max_num_seqs must be at least 1"),
+        (["--max-num-seqs", "-5"], "--max-num-seqs must be a whole number from 1 to 65536, not -5"),
         (["--gpu-memory-utilization", "much"], "--gpu-memory-utilization must be a number"),
         (["--disable-tqdm=maybe"], "--disable-tqdm must be true or false"),
         (["--dtype", "int3"], "--dtype must be one of auto, float32"),

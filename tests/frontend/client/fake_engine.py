@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
@@ -139,8 +140,7 @@ class World:
         **params: Any,
     ) -> Mailbox:
         values = SamplingParams(**{"temperature": 0.0, **params})
-        deadlines = {"timeout": timeout, "queue_timeout": queue_timeout}
-        options = {name: value for name, value in deadlines.items() if value}
+        options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout)
         ids = np.array(prompt, np.int32)
         request = EngineRequest("r", None, ids, values, values.to_wire(), options, resume=resume)
         mailbox = Mailbox(request, None, self.waker, kind)

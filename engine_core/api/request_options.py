@@ -1,0 +1,81 @@
+"""How one request is served: its priority, deadlines, cache salt and pooling; what is not about sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+from wavecore.transport.errors import ValidationError
+from wavecore.transport.wire.checks import MAX_TOKEN_ID, Checker
+
+MAX_PRIORITY = 1 << 20
+MIN_SECONDS, MAX_SECONDS = 0.001, 7 * 86400.0
+MAX_SALT = 256  # characters
+DEADLINES = ("timeout", "queue_timeout", "first_token_timeout")
+
+_check = Checker(ValidationError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Options of one request beside its `SamplingParams`, checked where they are made, in frontend and engine alike.
+
+    Attributes:
+        priority: lower runs first under scheduling_policy="priority".
+        timeout: seconds for the whole request.
+        queue_timeout, first_token_timeout: seconds until its first step and until its first token.
+        cache_salt: only requests with the same salt share cached prefixes.
+        pooling: "mean" or "last" makes it an embedding request.
+        emitted: how many of the prompt's last ids are output of this request, which goes on after an engine's death.
+
+    Raises:
+        ValidationError: naming the option.
+    """
+
+    priority: int = 0
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    first_token_timeout: float | None = None
+    cache_salt: str | None = None
+    pooling: str | None = None
+    emitted: int = 0
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "priority", _check.whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY))
+        put(self, "emitted", _check.whole("emitted", self.emitted, 0, MAX_TOKEN_ID))
+        for name, seconds in self.deadlines.items():
+            put(self, name, _check.real(name, seconds, MIN_SECONDS, MAX_SECONDS))
+        if self.cache_salt is not None:
+            _check.text("cache_salt", self.cache_salt, 0, MAX_SALT)
+        if self.pooling is not None:
+            _check.one_of("pooling", self.pooling, ("mean", "last"))
+
+    @property
+    def deadlines(self) -> dict[str, float]:
+        """The deadlines that are set, in seconds by name."""
+        return {name: seconds for name in DEADLINES if (seconds := getattr(self, name)) is not None}
+
+    def after(self, seconds: float) -> Self:
+        """The options of a request that is sent again: its deadlines have run for so many seconds already."""
+        left: dict[str, Any] = {name: max(MIN_SECONDS, limit - seconds) for name, limit in self.deadlines.items()}
+        return replace(self, **left)
+
+    def to_wire(self) -> dict[str, Any]:
+        """What differs from the defaults, as plain msgpack values."""
+        return {name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) != default}
+
+    @classmethod
+    def from_wire(cls, values: Mapping[str, Any]) -> Self:
+        """Rebuild from `to_wire`.
+
+        Raises:
+            ValidationError: on an unknown name or a value out of bounds.
+        """
+        for name in values.keys() - _DEFAULTS.keys():
+            raise ValidationError(str(name)[:64], "is not a request option")
+        return cls(**values)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(RequestOptions)}

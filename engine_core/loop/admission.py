@@ -1,0 +1,183 @@
+"""What an engine checks at its door: an Add becomes a `Request`, or the client is told why not.
+
+All of it runs in the input thread, so that checking and hashing a long prompt overlap with the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from dataclasses import replace
+
+import numpy as np
+
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.request_options import RequestOptions
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.engine_core.kv_cache import block_hash
+from wavecore.engine_core.plan import RunnerInfo
+from wavecore.engine_core.request import F32, I32, Request
+from wavecore.transport.errors import Overloaded, ValidationError
+from wavecore.transport.wire.messages import Add, TensorFrame
+
+
+def request_from_add(add: Add, info: RunnerInfo, config: EngineConfig) -> Request:
+    """Check everything again, resolve what the engine decides, and hash the prompt's blocks.
+
+    Raises:
+        ValidationError: naming the field and the way out.
+    """
+    params = SamplingParams.from_wire(add.params)
+    params.check_model(info.vocab_size, info.eos_token_ids)
+    options = RequestOptions.from_wire(add.options)
+    tokens = _prompt(add.prompt, info.vocab_size)
+    num_prompt = len(tokens) - options.emitted
+    if num_prompt < 1:
+        raise ValidationError("emitted", f"{options.emitted} of {len(tokens)} tokens leaves no prompt")
+    if params.seed is None:
+        params = params.clone(seed=_seed(config.seed, add.handle, tokens))
+    if options.queue_timeout is None:
+        options = replace(options, queue_timeout=config.max_queue_seconds)
+    most = math.inf if params.max_tokens is None else num_prompt + params.max_tokens
+    request = Request(
+        client=add.client,
+        handle=add.handle,
+        tokens=tokens,
+        num_prompt=num_prompt,
+        params=params,
+        limit=int(min(most, info.max_model_len, _capacity(info))),
+        stop_ids=(*(() if params.ignore_eos else info.eos_token_ids), *(params.stop_token_ids or ())),
+        options=options,
+        prompt_embeds=None if add.prompt_embeds is None else _embeds(add.prompt_embeds, num_prompt, info.hidden_size),
+    )
+    _check_choices(request)
+    _check_emitted(request)
+    _check_length(request, info, config)
+    _check_queue(request, config)
+    if config.enable_prefix_caching:
+        _hash_blocks(request, info.block_size)
+    return request
+
+
+def check_room(request: Request, config: EngineConfig, queued_reqs: int, queued_bytes: int) -> None:
+    """Refuse a request for which the waiting queue has no room.
+
+    Raises:
+        Overloaded: with what waits already and the setting that bounds it.
+    """
+    if queued_reqs + request.params.n > config.max_num_queued_reqs:
+        raise Overloaded(
+            f"{queued_reqs} requests wait already, limit max_num_queued_reqs {config.max_num_queued_reqs}; "
+            "try again later"
+        )
+    if queued_bytes + request.nbytes > config.max_num_queued_bytes:
+        raise Overloaded(
+            f"{queued_bytes} bytes of prompts wait already, limit max_num_queued_bytes "
+            f"{config.max_num_queued_bytes}; try again later"
+        )
+
+
+def _check_choices(request: Request) -> None:
+    first, n = request.handle, request.params.n
+    if not 0 <= first <= (1 << 32) - n:
+        raise ValidationError("n", f"handles {first} to {first + n - 1} do not fit into 32 bits")
+    if n != 1 and (request.options.pooling or request.options.emitted):
+        raise ValidationError("n", "must be 1 for embeddings and for a request that goes on elsewhere")
+
+
+def _check_emitted(request: Request) -> None:
+    emitted, max_tokens = request.options.emitted, request.params.max_tokens
+    if emitted and not request.samples:
+        raise ValidationError("emitted", "must be 0 for embeddings and with max_tokens 0: nothing is drawn")
+    if emitted and max_tokens is not None and emitted >= max_tokens:
+        raise ValidationError("emitted", f"{emitted} tokens are all that max_tokens {max_tokens} allows")
+
+
+def _check_length(request: Request, info: RunnerInfo, config: EngineConfig) -> None:
+    num_tokens, output = len(request.tokens), int(request.samples)  # what samples needs room for one token more
+    longest, capacity = info.max_model_len - output, _capacity(info)
+    if num_tokens > longest:
+        room = " with room for one token of output" if output else ""
+        raise ValidationError(
+            "prompt",
+            f"{num_tokens} tokens, but at most {longest} fit into max_model_len {info.max_model_len}{room}; "
+            "shorten the prompt",
+        )
+    if num_tokens > capacity - output:
+        raise ValidationError(
+            "prompt",
+            f"{num_tokens} tokens, but the whole KV cache holds {capacity}; shorten the prompt or give the engine "
+            "more KV memory (gpu_memory_utilization, kv_cache_memory_gib, num_gpu_blocks_override)",
+        )
+    if not config.enable_chunked_prefill and num_tokens > config.max_num_batched_tokens:
+        raise ValidationError(
+            "prompt",
+            f"{num_tokens} tokens, but one step computes at most {config.max_num_batched_tokens} "
+            "(max_num_batched_tokens) and chunked prefill is off; shorten the prompt or turn it on",
+        )
+
+
+def _check_queue(request: Request, config: EngineConfig) -> None:
+    """It would not even fit into an empty queue."""
+    n, size = request.params.n, request.nbytes
+    if n > config.max_num_queued_reqs:
+        raise ValidationError("n", f"{n} is above max_num_queued_reqs {config.max_num_queued_reqs}")
+    if size > config.max_num_queued_bytes:
+        raise ValidationError("prompt", f"{size} bytes, more than max_num_queued_bytes {config.max_num_queued_bytes}")
+
+
+def _capacity(info: RunnerInfo) -> int:
+    """Tokens that the whole KV cache holds."""
+    return (info.num_blocks - 1) * info.block_size
+
+
+def _prompt(frame: TensorFrame, vocab_size: int) -> I32:
+    if frame.dtype != "int32" or len(frame.shape) != 1 or memoryview(frame.buffer).nbytes != 4 * frame.shape[0]:
+        raise ValidationError("prompt", f"must be int32 [n], not {frame.dtype} {list(frame.shape)}")
+    if not frame.shape[0]:
+        raise ValidationError("prompt", "must hold at least one token")
+    tokens = np.array(np.frombuffer(frame.buffer, np.int32))
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValidationError(
+            "prompt", f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
+        )
+    return tokens
+
+
+def _embeds(frame: TensorFrame, num_tokens: int, hidden_size: int) -> F32:
+    if frame.dtype not in ("float32", "bfloat16") or frame.shape != (num_tokens, hidden_size):
+        raise ValidationError(
+            "prompt_embeds",
+            f"must be float32 or bfloat16 [{num_tokens}, {hidden_size}], not {frame.dtype} {list(frame.shape)}",
+        )
+    item = 4 if frame.dtype == "float32" else 2
+    if memoryview(frame.buffer).nbytes != item * num_tokens * hidden_size:
+        raise ValidationError("prompt_embeds", "length of the bytes and shape differ")
+    if frame.dtype == "float32":
+        embeds = np.array(np.frombuffer(frame.buffer, np.float32))
+    else:  # bfloat16 is the upper half of a float32
+        embeds = (np.frombuffer(frame.buffer, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if not np.isfinite(embeds).all():
+        raise ValidationError("prompt_embeds", "must be finite")
+    return embeds.reshape(frame.shape)
+
+
+def _seed(base: int | None, handle: int, tokens: I32) -> int:
+    """Fresh entropy; with a base seed, a number that the same script gets again on its next run."""
+    if base is None:
+        return secrets.randbits(63)
+    digest = hashlib.sha256(f"{base} {handle} ".encode())
+    digest.update(tokens.data)
+    return int.from_bytes(digest.digest()[:8], "little") >> 1
+
+
+def _hash_blocks(request: Request, block_size: int) -> None:
+    keys: dict[str, bytes] = {}
+    if request.options.cache_salt is not None:
+        keys["salt"] = request.options.cache_salt.encode()
+    if request.prompt_embeds is not None:
+        keys["prompt_embeds"] = hashlib.sha256(request.prompt_embeds.data).digest()
+    request.root = block_hash.root_key(keys)
+    block_hash.extend(request.hashes, request.root, request.tokens, block_size)

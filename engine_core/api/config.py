@@ -1,6 +1,6 @@
 """The engine's settings: one frozen dataclass, resolved once at start. Names follow vLLM's.
 
-The same class is command line flags, YAML, environment variables and `--print_config` (frontend/cli_parser.py).
+The same class is command line flags, YAML, environment variables and `--print_config` (frontend/cli/parser.py).
 A rank's copy is `dataclasses.replace(config, ...)`; nothing writes to a config later.
 """
 
@@ -9,39 +9,20 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
-from types import UnionType
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self
 
-from wavecore.engine_core.api.request_options import MAX_SECONDS, MIN_SECONDS
+from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
+from wavecore.engine_core.api.request_options import DEADLINE
+from wavecore.engine_core.api.sampling_params import SEED
 from wavecore.transport.errors import ConfigError, NotSupportedError
-from wavecore.transport.wire.checks import MAX_TEXT, Checker
+from wavecore.transport.wire.checks import Checker
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority", "hybrid"]
-# The least and the most of each setting. Above the most of whole numbers an engine would only die later, of memory.
-WHOLE = {
-    "max_model_len": (1, 1 << 24),
-    "max_num_seqs": (1, 1 << 16),
-    "max_num_batched_tokens": (1, 1 << 22),
-    "max_num_queued_reqs": (1, 1 << 24),
-    "max_num_queued_bytes": (1, (1 << 63) - 1),
-    "block_size": (1, 1 << 16),
-    "num_gpu_blocks_override": (2, (1 << 31) - 1),
-}
-ANY_WHOLE = (-(1 << 63), (1 << 63) - 1)
-ABOVE_ZERO = (0.0, math.inf, True)
-REAL: dict[str, tuple[float, float, bool]] = {
-    "gpu_memory_utilization": (0.0, 1.0, True),
-    "kv_cache_memory_gib": ABOVE_ZERO,
-    "swap_space_gib": (0.0, math.inf, False),
-    "watermark": (0.0, 0.99, False),
-    "ageing_seconds": ABOVE_ZERO,
-    "max_queue_seconds": (MIN_SECONDS, MAX_SECONDS, False),  # as the queue_timeout of a request, whose default it is
-    "max_holding_seconds": ABOVE_ZERO,
-    "ready_timeout": ABOVE_ZERO,
-    "step_timeout": ABOVE_ZERO,
-    "shutdown_timeout": (0.0, math.inf, False),
-}
+# Bounds of settings; above the most of a whole number an engine would only die later, of memory
+COUNT = Bounds(1, (1 << 63) - 1)
+ABOVE_ZERO = Bounds(0.0, math.inf, above=True)
+FROM_ZERO = Bounds(0.0, math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,42 +77,38 @@ class EngineConfig:
     served_model_name: str | None = None
     dtype: Dtype = "auto"
     device: str = "auto"
-    seed: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+    seed: Annotated[int | None, SEED] = None
+    max_model_len: Annotated[int | None, Bounds(1, 1 << 24)] = None
+    max_num_seqs: Annotated[int, Bounds(1, 1 << 16)] = 256
+    max_num_batched_tokens: Annotated[int, Bounds(1, 1 << 22)] = 8192
     enable_chunked_prefill: bool = True
-    block_size: int | None = None
-    num_gpu_blocks_override: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory_gib: float = 2.0
-    swap_space_gib: float = 0.0
+    block_size: Annotated[int | None, Bounds(1, 1 << 16)] = None
+    num_gpu_blocks_override: Annotated[int | None, Bounds(2, (1 << 31) - 1)] = None
+    gpu_memory_utilization: Annotated[float, Bounds(0.0, 1.0, above=True)] = 0.9
+    kv_cache_memory_gib: Annotated[float, ABOVE_ZERO] = 2.0
+    swap_space_gib: Annotated[float, FROM_ZERO] = 0.0
     enable_prefix_caching: bool = True
-    watermark: float = 0.01
+    watermark: Annotated[float, Bounds(0.0, 0.99)] = 0.01
     scheduling_policy: Policy = "fcfs"
-    ageing_seconds: float = 10.0
+    ageing_seconds: Annotated[float, ABOVE_ZERO] = 10.0
     async_scheduling: bool = True
-    max_num_queued_reqs: int = 16384
-    max_num_queued_bytes: int = 1 << 30
-    max_queue_seconds: float | None = None
-    max_holding_seconds: float | None = None
+    max_num_queued_reqs: Annotated[int, Bounds(1, 1 << 24)] = 16384
+    max_num_queued_bytes: Annotated[int, COUNT] = 1 << 30
+    max_queue_seconds: Annotated[float | None, DEADLINE] = None
+    max_holding_seconds: Annotated[float | None, ABOVE_ZERO] = None
     log_stats: bool = False
     disable_tqdm: bool = False
     address: str | None = None
     runtime_dir: str | None = None
-    ready_timeout: float = 600.0
-    step_timeout: float = 60.0
-    shutdown_timeout: float = 30.0
+    ready_timeout: Annotated[float, ABOVE_ZERO] = 600.0
+    step_timeout: Annotated[float, ABOVE_ZERO] = 60.0
+    shutdown_timeout: Annotated[float, FROM_ZERO] = 30.0
     custom_ops: dict[str, str] | None = None
-    tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, COUNT] = 1
+    data_parallel_size: Annotated[int, COUNT] = 1
 
     def __post_init__(self) -> None:
-        for name in _KINDS:
-            try:
-                object.__setattr__(self, name, _plain(name, getattr(self, name)))
-            except ConfigError as error:
-                raise ConfigError(f"{name} {error}") from None
+        make_plain(self, _CHECKS)
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
                 raise NotSupportedError(f"{name}={getattr(self, name)}: only 1 is supported in this version")
@@ -154,34 +131,13 @@ class EngineConfig:
         return cls(**values)
 
 
-_KINDS = get_type_hints(EngineConfig)
+_CHECKS = field_checks(EngineConfig, Checker(lambda name, reason: ConfigError(f"{name} {reason}")))
 
 
 def fault(name: str, value: Any) -> str | None:
     """What is wrong with a setting's value, None for nothing."""
     try:
-        _plain(name, value)
+        _CHECKS[name](name, value)
     except ConfigError as error:
-        return str(error)
+        return str(error).removeprefix(f"{name} ")
     return None
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A setting's value, checked and made plain; a ConfigError says "must be ...", without the name."""
-    kind, optional = _KINDS[name], False
-    if isinstance(kind, UnionType):
-        kind, optional = get_args(kind)[0], True
-    if value is None and optional:
-        return None
-    check = Checker(lambda _, reason: ConfigError(f"{reason} (or null)" if optional else reason))
-    if get_origin(kind) is Literal:
-        return check.one_of(name, value, get_args(kind))
-    if kind is int:
-        return check.whole(name, value, *WHOLE.get(name, ANY_WHOLE))
-    if kind is float:
-        return check.real(name, value, *REAL[name])
-    if kind is bool:
-        return check.flag(name, value)
-    if kind is str:
-        return check.text(name, value, 0, MAX_TEXT)
-    return check.text_map(name, value)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
+from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import MAX_TOKEN_ID, Checker
 
-MAX_PRIORITY = 1 << 20
-MIN_SECONDS, MAX_SECONDS = 0.001, 7 * 86400.0
-MAX_SALT = 256  # characters
+MIN_SECONDS = 0.001
+DEADLINE = Bounds(MIN_SECONDS, 7 * 86400.0)
 DEADLINES = ("timeout", "queue_timeout", "first_token_timeout")
-
-_check = Checker(ValidationError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +31,16 @@ class RequestOptions:
         ValidationError: naming the option.
     """
 
-    priority: int = 0
-    timeout: float | None = None
-    queue_timeout: float | None = None
-    first_token_timeout: float | None = None
-    cache_salt: str | None = None
-    pooling: str | None = None
-    emitted: int = 0
+    priority: Annotated[int, Bounds(-(1 << 20), 1 << 20)] = 0
+    timeout: Annotated[float | None, DEADLINE] = None
+    queue_timeout: Annotated[float | None, DEADLINE] = None
+    first_token_timeout: Annotated[float | None, DEADLINE] = None
+    cache_salt: Annotated[str | None, Bounds(0, 256)] = None
+    pooling: Literal["mean", "last"] | None = None
+    emitted: Annotated[int, Bounds(0, MAX_TOKEN_ID)] = 0
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
-        put(self, "priority", _check.whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY))
-        put(self, "emitted", _check.whole("emitted", self.emitted, 0, MAX_TOKEN_ID))
-        for name, seconds in self.deadlines.items():
-            put(self, name, _check.real(name, seconds, MIN_SECONDS, MAX_SECONDS))
-        if self.cache_salt is not None:
-            _check.text("cache_salt", self.cache_salt, 0, MAX_SALT)
-        if self.pooling is not None:
-            _check.one_of("pooling", self.pooling, ("mean", "last"))
+        make_plain(self, _CHECKS)
 
     @property
     def deadlines(self) -> dict[str, float]:
@@ -78,4 +68,5 @@ class RequestOptions:
         return cls(**values)
 
 
+_CHECKS = field_checks(RequestOptions, Checker(ValidationError))
 _DEFAULTS = {field.name: field.default for field in fields(RequestOptions)}

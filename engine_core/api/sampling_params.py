@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import MAX_TOKEN_ID, Checker, shown
 
-MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKENS = 128
@@ -24,34 +24,8 @@ MAX_BAD_WORD_TOKENS = 1 << 14  # of all bad words together, in both spellings
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 64
 MAX_TOKENS = 1 << 24
-SEED_LIMIT = 1 << 63
+SEED = Bounds(-(1 << 63), (1 << 63) - 1)
 MAX_ALLOWED = 1 << 20
-WHOLE = {
-    "n": (1, MAX_N),
-    "top_k": (-1, (1 << 31) - 1),
-    "seed": (-SEED_LIMIT, SEED_LIMIT - 1),
-    "min_tokens": (0, MAX_TOKENS),
-    "max_tokens": (0, MAX_TOKENS),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-}
-MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
-REAL = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.01, 100.0),
-}
-FLAGS = (
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "detokenize",
-)
-
 _check = Checker(ValidationError)
 
 
@@ -82,15 +56,15 @@ class SamplingParams:
         skip_special_tokens, spaces_between_special_tokens, detokenize: how the frontend renders text.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    n: Annotated[int, Bounds(1, 128)] = 1
+    temperature: Annotated[float, Bounds(0.0, 100.0)] = 1.0
+    top_k: Annotated[int, Bounds(-1, (1 << 31) - 1)] = 0
+    top_p: Annotated[float, Bounds(0.0, 1.0)] = 1.0
+    min_p: Annotated[float, Bounds(0.0, 1.0)] = 0.0
+    seed: Annotated[int | None, SEED] = None
+    presence_penalty: Annotated[float, Bounds(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, Bounds(-2.0, 2.0)] = 0.0
+    repetition_penalty: Annotated[float, Bounds(0.01, 100.0)] = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -98,23 +72,17 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = 16
+    min_tokens: Annotated[int, Bounds(0, MAX_TOKENS)] = 0
+    max_tokens: Annotated[int | None, Bounds(0, MAX_TOKENS)] = 16
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Annotated[int | None, Bounds(0, MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, Bounds(0, MAX_LOGPROBS)] = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        for name, (low, high) in WHOLE.items():
-            if (value := getattr(self, name)) is not None or name not in MAY_BE_NONE:
-                self._put(name, _check.whole(name, value, low, high))
-        for name, bounds in REAL.items():
-            self._put(name, _check.real(name, getattr(self, name), *bounds))
-        for name in FLAGS:
-            _check.flag(name, getattr(self, name))
+        make_plain(self, _CHECKS)
         if self.top_p == 0.0:
             raise ValidationError("top_p", "must be above 0; for greedy decoding set temperature=0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -213,6 +181,7 @@ class SamplingParams:
         return cls(**values)
 
 
+_CHECKS = field_checks(SamplingParams, _check)
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 

@@ -20,6 +20,7 @@ from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.request import F32, I32, Request
 from wavecore.transport.errors import Overloaded, ValidationError
 from wavecore.transport.wire.messages import Add, TensorFrame
+from wavecore.transport.wire.tensors import byte_length, to_numpy
 
 
 def request_from_add(add: Add, info: RunnerInfo, config: EngineConfig) -> Request:
@@ -28,17 +29,17 @@ def request_from_add(add: Add, info: RunnerInfo, config: EngineConfig) -> Reques
     Raises:
         ValidationError: naming the field and the way out.
     """
-    params = SamplingParams.from_wire(add.params)
+    tokens = _prompt(add.prompt, info.vocab_size)
+    seed = add.params.get("seed")
+    seed = _seed(config.seed, add.handle, tokens) if seed is None else seed
+    params = SamplingParams.from_wire({**add.params, "seed": seed})
     params.check_model(info.vocab_size, info.eos_token_ids)
     options = RequestOptions.from_wire(add.options)
-    tokens = _prompt(add.prompt, info.vocab_size)
+    if options.queue_timeout is None and config.max_queue_seconds is not None:
+        options = replace(options, queue_timeout=config.max_queue_seconds)
     num_prompt = len(tokens) - options.emitted
     if num_prompt < 1:
         raise ValidationError("emitted", f"{options.emitted} of {len(tokens)} tokens leaves no prompt")
-    if params.seed is None:
-        params = params.clone(seed=_seed(config.seed, add.handle, tokens))
-    if options.queue_timeout is None:
-        options = replace(options, queue_timeout=config.max_queue_seconds)
     most = math.inf if params.max_tokens is None else num_prompt + params.max_tokens
     request = Request(
         client=add.client,
@@ -51,8 +52,7 @@ def request_from_add(add: Add, info: RunnerInfo, config: EngineConfig) -> Reques
         options=options,
         prompt_embeds=None if add.prompt_embeds is None else _embeds(add.prompt_embeds, num_prompt, info.hidden_size),
     )
-    _check_choices(request)
-    _check_emitted(request)
+    _check_together(request)
     _check_length(request, info, config)
     _check_queue(request, config)
     if config.enable_prefix_caching:
@@ -78,20 +78,17 @@ def check_room(request: Request, config: EngineConfig, queued_reqs: int, queued_
         )
 
 
-def _check_choices(request: Request) -> None:
-    first, n = request.handle, request.params.n
-    if not 0 <= first <= (1 << 32) - n:
-        raise ValidationError("n", f"handles {first} to {first + n - 1} do not fit into 32 bits")
-    if n != 1 and (request.options.pooling or request.options.emitted):
+def _check_together(request: Request) -> None:
+    """What each value allows of the others."""
+    first, params, emitted = request.handle, request.params, request.options.emitted
+    if not 0 <= first <= (1 << 32) - params.n:
+        raise ValidationError("n", f"handles {first} to {first + params.n - 1} do not fit into 32 bits")
+    if params.n != 1 and (request.options.pooling or emitted):
         raise ValidationError("n", "must be 1 for embeddings and for a request that goes on elsewhere")
-
-
-def _check_emitted(request: Request) -> None:
-    emitted, max_tokens = request.options.emitted, request.params.max_tokens
     if emitted and not request.samples:
         raise ValidationError("emitted", "must be 0 for embeddings and with max_tokens 0: nothing is drawn")
-    if emitted and max_tokens is not None and emitted >= max_tokens:
-        raise ValidationError("emitted", f"{emitted} tokens are all that max_tokens {max_tokens} allows")
+    if emitted and params.max_tokens is not None and emitted >= params.max_tokens:
+        raise ValidationError("emitted", f"{emitted} tokens are all that max_tokens {params.max_tokens} allows")
 
 
 def _check_length(request: Request, info: RunnerInfo, config: EngineConfig) -> None:
@@ -133,11 +130,11 @@ def _capacity(info: RunnerInfo) -> int:
 
 
 def _prompt(frame: TensorFrame, vocab_size: int) -> I32:
-    if frame.dtype != "int32" or len(frame.shape) != 1 or memoryview(frame.buffer).nbytes != 4 * frame.shape[0]:
+    if frame.dtype != "int32" or len(frame.shape) != 1 or not _is_whole(frame):
         raise ValidationError("prompt", f"must be int32 [n], not {frame.dtype} {list(frame.shape)}")
     if not frame.shape[0]:
         raise ValidationError("prompt", "must hold at least one token")
-    tokens = np.array(np.frombuffer(frame.buffer, np.int32))
+    tokens = to_numpy(frame).copy()
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise ValidationError(
@@ -147,21 +144,22 @@ def _prompt(frame: TensorFrame, vocab_size: int) -> I32:
 
 
 def _embeds(frame: TensorFrame, num_tokens: int, hidden_size: int) -> F32:
-    if frame.dtype not in ("float32", "bfloat16") or frame.shape != (num_tokens, hidden_size):
+    shape = (num_tokens, hidden_size)
+    if frame.dtype not in ("float32", "bfloat16") or frame.shape != shape or not _is_whole(frame):
         raise ValidationError(
             "prompt_embeds",
-            f"must be float32 or bfloat16 [{num_tokens}, {hidden_size}], not {frame.dtype} {list(frame.shape)}",
+            f"must be float32 or bfloat16 {list(shape)}, not {frame.dtype} {list(frame.shape)}",
         )
-    item = 4 if frame.dtype == "float32" else 2
-    if memoryview(frame.buffer).nbytes != item * num_tokens * hidden_size:
-        raise ValidationError("prompt_embeds", "length of the bytes and shape differ")
-    if frame.dtype == "float32":
-        embeds = np.array(np.frombuffer(frame.buffer, np.float32))
-    else:  # bfloat16 is the upper half of a float32
-        embeds = (np.frombuffer(frame.buffer, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    embeds = to_numpy(frame).copy()
+    if frame.dtype == "bfloat16":  # the upper half of a float32
+        embeds = (embeds.astype(np.uint32) << 16).view(np.float32)
     if not np.isfinite(embeds).all():
         raise ValidationError("prompt_embeds", "must be finite")
-    return embeds.reshape(frame.shape)
+    return embeds
+
+
+def _is_whole(frame: TensorFrame) -> bool:
+    return memoryview(frame.buffer).nbytes == byte_length(frame.dtype, frame.shape)
 
 
 def _seed(base: int | None, handle: int, tokens: I32) -> int:

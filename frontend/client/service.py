@@ -149,7 +149,6 @@ class Service:
         *,
         request_id: str | None = None,
         resume: bool = False,
-        pooling: str | None = None,
         **options: Any,
     ) -> EngineRequest:
         """A request ready to send.
@@ -169,7 +168,7 @@ class Service:
             raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")
         if resume and params.n > 1:
             raise NotSupportedError("resume=True with n > 1; send the choices as requests of their own")
-        checked = RequestOptions(cache_salt=prompt.cache_salt, pooling=pooling, **options)
+        checked = RequestOptions(cache_salt=prompt.cache_salt, **options)
         prompt = self.encode(prompt)
         embeds = None
         if prompt.embeds is not None:
@@ -182,7 +181,7 @@ class Service:
         else:
             ids = prompt.ids
             self._check_ids(ids)
-        self._check_length(len(ids), params, pooling)
+        self._check_length(len(ids), params, checked.pooling)
         return EngineRequest(
             request_id=request_id if request_id is not None else str(next(self._numbers)),
             text=prompt.text,

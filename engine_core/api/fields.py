@@ -1,0 +1,65 @@
+"""Fields of a frozen dataclass, checked and made plain as their annotations say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from wavecore.transport.wire.checks import MAX_TEXT, Checker
+
+Check = Callable[[str, Any], Any]
+
+
+class Bounds(NamedTuple):
+    """The least and the most of a number, or of a text's characters; with `above`, the least itself is too little."""
+
+    low: float
+    high: float
+    above: bool = False
+
+
+def field_checks(cls: type, checker: Checker) -> Mapping[str, Check]:
+    """A check for each field: takes its name and a value, gives the plain value or raises the checker's error.
+
+    Numbers and texts have their bounds in the annotation, as in `Annotated[int | None, Bounds(1, 9)]`; a bool, a
+    Literal of texts and a dict of texts need none. Fields of other kinds are left out.
+    """
+    or_none = Checker(lambda name, reason: checker.error(name, f"{reason} (or None)"))
+    found: dict[str, Check] = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        hint, bounds = get_args(hint) if get_origin(hint) is Annotated else (hint, Bounds(0, MAX_TEXT))
+        [kind, *others] = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
+        if not others and (check := _check_of(kind, bounds, checker)):
+            found[name] = check
+        if others == [NoneType] and (check := _check_of(kind, bounds, or_none)):
+            found[name] = partial(_unless_none, check)
+    return found
+
+
+def _check_of(kind: Any, bounds: Bounds, checker: Checker) -> Check | None:
+    if get_origin(kind) is Literal:
+        return partial(checker.one_of, choices=get_args(kind))
+    span: dict[str, Any] = {"low": bounds.low, "high": bounds.high}
+    checks: dict[Any, Check] = {
+        int: partial(checker.whole, **span),
+        float: partial(checker.real, **span, above=bounds.above),
+        str: partial(checker.text, **span),
+        bool: checker.flag,
+        dict[str, str]: checker.text_map,
+    }
+    return checks.get(kind)
+
+
+def _unless_none(check: Check, name: str, value: Any) -> Any:
+    return None if value is None else check(name, value)
+
+
+def make_plain(instance: object, checks: Mapping[str, Check]) -> None:
+    """Check all fields of an instance, in its `__post_init__`, and put their plain values in place."""
+    for name, check in checks.items():
+        value = getattr(instance, name)
+        plain = check(name, value)
+        if plain is not value:
+            object.__setattr__(instance, name, plain)

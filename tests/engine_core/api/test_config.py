@@ -1,0 +1,57 @@
+"""EngineConfig: every setting has its kind and bounds, and an error that names it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wavecore.engine_core.api.config import EngineConfig, fault
+from wavecore.transport.errors import ConfigError, NotSupportedError
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("max_num_seqs", 0, "a whole number from 1 to 65536, not 0"),
+        ("max_num_seqs", True, "a whole number from 1 to 65536, not True"),
+        ("max_model_len", 10**12, r"a whole number from 1 to 16777216, not 1000000000000 \(or None\)"),
+        ("num_gpu_blocks_override", 1, "a whole number from 2 to"),
+        ("gpu_memory_utilization", 0.0, "a number above 0 and at most 1, not 0.0"),
+        ("gpu_memory_utilization", 1.01, "a number above 0 and at most 1"),
+        ("gpu_memory_utilization", math.nan, "a number above 0 and at most 1, not nan"),
+        ("kv_cache_memory_gib", 0, "a number above 0, not 0"),
+        ("swap_space_gib", -1.0, "a number of at least 0, not -1.0"),
+        ("watermark", 1.0, "a number of at least 0 and at most 0.99"),
+        ("max_queue_seconds", 0.0, r"a number of at least 0.001 and at most 604800, not 0.0 \(or None\)"),
+        ("max_holding_seconds", 0.0, r"a number above 0, not 0.0 \(or None\)"),
+        ("scheduling_policy", "lifo", "one of fcfs, priority, hybrid, not 'lifo'"),
+        ("dtype", None, "one of auto, float32"),
+        ("enable_prefix_caching", 1, "true or false, not 1"),
+        ("model", None, "text of 0 to"),
+        ("address", 5, r"text of 0 to .* \(or None\)"),
+        ("custom_ops", {"a": 1}, "a mapping of texts"),
+        ("custom_ops", ["a"], "a mapping of texts"),
+    ],
+)
+def test_a_setting_out_of_bounds_is_refused_by_name(name: str, value: Any, reason: str) -> None:
+    assert fault(name, value)
+    with pytest.raises(ConfigError, match=f"^{name} must be {reason}"):
+        EngineConfig(**{name: value})
+
+
+def test_settings_must_go_together() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens 8 is below max_num_seqs 16"):
+        EngineConfig(max_num_batched_tokens=8, max_num_seqs=16)
+    with pytest.raises(NotSupportedError, match="tensor_parallel_size=2: only 1 is supported"):
+        EngineConfig(tensor_parallel_size=2)
+
+
+def test_numbers_become_plain_and_travel_as_json() -> None:
+    config = EngineConfig(max_num_seqs=np.int64(8), step_timeout=math.inf, swap_space_gib=4)  # type: ignore[arg-type]
+    assert type(config.max_num_seqs) is int and type(config.swap_space_gib) is float
+    assert EngineConfig.from_json(config.to_json()) == config
+    with pytest.raises(ConfigError, match="unknown settings: colour"):
+        EngineConfig.from_json('{"colour": 1}')

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.frontend.client.embeddings import EMBEDDING_PARAMS, pooled
-from wavecore.frontend.client.mailbox import Mailbox, OutputKind
-from wavecore.frontend.client.service import Service, start_beside_loop
-from wavecore.frontend.client.wakers import LoopWaker
-from wavecore.frontend.compat import engine_config, refuse_method
+from wavecore.frontend.base import BaseLLM
+from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS, Mailbox, OutputKind
+from wavecore.frontend.client.notifiers import LoopNotifier
+from wavecore.frontend.client.request import EngineRequest
+from wavecore.frontend.client.service import Service, make_supervisor
+from wavecore.frontend.compat import engine_config
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
 from wavecore.frontend.progress_bars import StartBar
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
+from wavecore.frontend.text.messages import ChatOptions
 from wavecore.frontend.text.tokenizer import Tokenizer
-from wavecore.transport.errors import ConfigError, ValidationError
+from wavecore.transport.errors import ValidationError, WavecoreError
 
 LONG_TEXT = 20_000  # characters; encoding more would hold the event loop up for milliseconds
 
 
-class AsyncLLM:
+class AsyncLLM(BaseLLM):
     """A model in an engine process of its own, for asyncio programs.
 
     The constructor blocks until the engine is ready; `await AsyncLLM.start(...)` leaves the loop free meanwhile.
@@ -35,44 +38,18 @@ class AsyncLLM:
         **settings: as in `LLM`.
     """
 
-    def __init__(self, model: str | Path = "default", **settings: Any) -> None:
-        self._start(engine_config({"model": str(model), **settings}))
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> Self:
-        """The same from a whole config."""
-        llm = cls.__new__(cls)
-        llm._start(config)
-        return llm
-
-    from_engine_args = from_config  # vLLM's name
-
     @classmethod
     async def start(cls, model: str | Path = "default", **settings: Any) -> Self:
         """The constructor beside the loop. Cancelling it ends the engine that was starting."""
         config = engine_config({"model": str(model), **settings})
         llm = cls.__new__(cls)
         with StartBar(config.disable_tqdm) as bar:
-            llm._attach(await start_beside_loop(config, bar))
+            llm._attach(await _start_beside_loop(config, bar))
         return llm
-
-    @classmethod
-    def connect(cls, runtime_dir: str | Path, timeout: float = 30.0) -> Self:
-        """Attach to a running engine; `shutdown` only lets go of it."""
-        llm = cls.__new__(cls)
-        llm._attach(Service(Path(runtime_dir), None, timeout))
-        return llm
-
-    def _start(self, config: EngineConfig) -> None:
-        if not isinstance(config, EngineConfig):
-            raise ConfigError(f"config must be an EngineConfig, not {type(config).__name__}")
-        with StartBar(config.disable_tqdm) as bar:
-            self._attach(Service.start(config, bar))
 
     def _attach(self, service: Service) -> None:
-        self._service = service
-        self._detach = service.close_when_dropped(self)
-        self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = weakref.WeakKeyDictionary()
+        super()._attach(service)
+        self._notifiers = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopNotifier]()
         self._by_id: dict[str, Mailbox] = {}
 
     # --- generation ----------------------------------------------------------------------------------------------
@@ -106,18 +83,12 @@ class AsyncLLM:
             ValidationError: a value out of bounds.
             EngineDead, Overloaded, NumericalError, ...: the request failed; what it had was given before.
         """
-        outputs = self._outputs(
-            await self._encode(as_prompt(prompt)),
-            sampling_params,
-            output_kind,
-            request_id=request_id,
-            priority=priority,
-            timeout=timeout,
-            queue_timeout=queue_timeout,
-            first_token_timeout=first_token_timeout,
-            resume=resume,
+        options = RequestOptions(
+            priority=priority, timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout
         )
-        async with aclosing(outputs):
+        encoded = await self._encode(as_prompt(prompt))
+        request = self._service.prepare(encoded, sampling_params, options, request_id=request_id, resume=resume)
+        async with contextlib.aclosing(self._outputs(request, output_kind)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -140,45 +111,31 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """`generate` for a conversation, through the chat template as in `LLM.chat`."""
-        prompt = await asyncio.to_thread(
-            self._service.chat_prompt,
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
+        options = RequestOptions(
+            priority=priority, timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout
         )
-        outputs = self._outputs(
-            prompt,
-            sampling_params,
-            output_kind,
-            request_id=request_id,
-            priority=priority,
-            timeout=timeout,
-            queue_timeout=queue_timeout,
-            first_token_timeout=first_token_timeout,
-            resume=resume,
-        )
-        async with aclosing(outputs):
+        chat = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        prompt = await asyncio.to_thread(self._service.chat_prompt, messages, chat)
+        request = self._service.prepare(prompt, sampling_params, options, request_id=request_id, resume=resume)
+        async with contextlib.aclosing(self._outputs(request, output_kind)) as outputs:
             async for output in outputs:
                 yield output
 
     async def embed(
-        self, prompt: PromptType, *, pooling: str = "mean", timeout: float | None = None
+        self, prompt: PromptType, *, pooling: Literal["mean", "last"] = "mean", timeout: float | None = None
     ) -> EmbeddingRequestOutput:
         """The embedding of one prompt; as `LLM.embed`."""
         encoded = await self._encode(as_prompt(prompt))
-        request = self._service.prepare(encoded, EMBEDDING_PARAMS, pooling=pooling, timeout=timeout)
-        waker = self._waker()
-        mailbox = self._service.submit(request, waker, OutputKind.FINAL)
+        request = self._service.prepare(encoded, EMBEDDING_PARAMS, RequestOptions(pooling=pooling, timeout=timeout))
+        notifier = self._notifier()
+        mailbox = self._service.submit(request, notifier, OutputKind.FINAL)
         try:
-            await waker.event(mailbox).wait()
+            await notifier.event(mailbox).wait()
             output = mailbox.take()
             assert output is not None
-            return pooled(mailbox, output)
+            return mailbox.pooled(output)
         finally:
-            waker.forget(mailbox)
+            notifier.forget(mailbox)
             self._service.client.abort(mailbox)
 
     async def abort(self, request_id: str) -> None:
@@ -190,11 +147,6 @@ class AsyncLLM:
     # --- facts and control ---------------------------------------------------------------------------------------
 
     @property
-    def runtime_dir(self) -> Path:
-        """What other processes give to `connect`."""
-        return self._service.runtime_dir
-
-    @property
     def num_unfinished(self) -> int:
         """Requests of this object that have not ended."""
         return self._service.client.num_live
@@ -202,10 +154,6 @@ class AsyncLLM:
     async def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; NotSupportedError where there is none (skip_tokenizer_init)."""
         return self._service.need_tokenizer("get_tokenizer")
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The model authors' recommendation (generation_config.json), else the defaults."""
-        return self._service.default_params()
 
     async def check_health(self) -> None:
         """Raises:
@@ -219,37 +167,24 @@ class AsyncLLM:
         calls = [asyncio.wrap_future(client.call("reset_prefix_cache", engine=index)) for index in client.engines]
         return all(answer.value for answer in await asyncio.gather(*calls))
 
-    def shutdown(self) -> None:
-        """End the engine (or let go of an attached one). Idempotent; streams that run fail."""
-        self._detach()
-        self._service.close()
-
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    def __getattr__(self, name: str) -> Any:
-        if error := refuse_method(name):
-            raise error
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     # --- inside --------------------------------------------------------------------------------------------------
 
-    async def _outputs(
-        self, prompt: Prompt, params: SamplingParams | None, kind: OutputKind | str, **options: Any
-    ) -> AsyncGenerator[RequestOutput]:
+    async def _outputs(self, request: EngineRequest, kind: OutputKind | str) -> AsyncGenerator[RequestOutput]:
         """From sending to the end there is one `try`, and no await before it: a cancelled task leaves nothing."""
-        kind = _kind(kind)
-        request = self._service.prepare(prompt, params or self.get_default_sampling_params(), **options)
+        kind = _output_kind(kind)
         if request.request_id in self._by_id:
             raise ValidationError("request_id", f"{request.request_id!r:.60} is the id of a request that runs")
-        waker = self._waker()
-        mailbox = self._service.submit(request, waker, kind)
+        notifier = self._notifier()
+        mailbox = self._service.submit(request, notifier, kind)
         try:
             self._by_id[request.request_id] = mailbox
-            event = waker.event(mailbox)  # before any turn of the loop, so no call of the IO thread comes too early
+            event = notifier.event(mailbox)  # before any turn of the loop, so no call of the IO thread comes too early
             finished = False
             while not finished:
                 await event.wait()
@@ -258,7 +193,7 @@ class AsyncLLM:
                     finished = output.finished
                     yield output
         finally:
-            waker.forget(mailbox)
+            notifier.forget(mailbox)
             del self._by_id[request.request_id]
             self._service.client.abort(mailbox)
 
@@ -267,14 +202,27 @@ class AsyncLLM:
             return await asyncio.to_thread(self._service.encode, prompt)
         return self._service.encode(prompt)
 
-    def _waker(self) -> LoopWaker:
+    def _notifier(self) -> LoopNotifier:
         loop = asyncio.get_running_loop()
-        if loop not in self._wakers:
-            self._wakers[loop] = LoopWaker(loop)
-        return self._wakers[loop]
+        if loop not in self._notifiers:
+            self._notifiers[loop] = LoopNotifier(loop)
+        return self._notifiers[loop]
 
 
-def _kind(kind: OutputKind | str) -> OutputKind:
+async def _start_beside_loop(config: EngineConfig, bar: StartBar) -> Service:
+    """`Service.start` in a thread; cancelling ends the start, and only returns when nothing is left of it."""
+    supervisor = make_supervisor(config)
+    starting = asyncio.create_task(asyncio.to_thread(Service.start, config, bar, supervisor))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        supervisor.request_stop()
+        with contextlib.suppress(WavecoreError):
+            (await starting).close()
+        raise
+
+
+def _output_kind(kind: OutputKind | str) -> OutputKind:
     try:
         return OutputKind(kind)
     except ValueError:

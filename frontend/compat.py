@@ -1,11 +1,15 @@
-"""What users of vLLM type on the first day: names that map to ours, and names that are refused with the way out."""
+"""What users of vLLM type on the first day, mapped to our settings or refused with the way out: `compat.json`, applied.
+
+Settings come from keywords, files, flags and the environment; here they get our names and are checked.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,86 +20,16 @@ from wavecore.engine_core.api import custom_ops
 from wavecore.engine_core.api.config import EngineConfig, fault
 from wavecore.transport.errors import ConfigError, NotSupportedError
 
-# vLLM's (or SGLang's) spelling -> ours
-RENAMED = {
-    "swap_space": "swap_space_gib",
-    "tp": "tensor_parallel_size",
-    "dp": "data_parallel_size",
-    "context_length": "max_model_len",
-    "max_running_requests": "max_num_seqs",
-    "mem_fraction_static": "gpu_memory_utilization",
-    "model_path": "model",
-    "scheduler_policy": "scheduling_policy",
-}
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+RENAMED: Mapping[str, str] = _TABLES["renamed"]
+"""vLLM's or SGLang's spelling of a setting -> ours."""
+FOREIGN: Mapping[str, Mapping[str, Any]] = _TABLES["settings"]
+"""A setting that is vLLM's alone -> "allowed": values that ask for nothing, "otherwise": the way out."""
+FOREIGN_SWITCHES = frozenset(
+    name for name, rule in FOREIGN.items() if all(isinstance(value, bool) for value in rule.get("allowed", [None]))
+)
 ENVIRONMENT = "WAVECORE_"
-DTYPES = {"half": "float16", "float": "float32"}
-# Settings of vLLM that may be given with a value that asks for nothing: name -> those values
-HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "trust_remote_code": (False,),
-    "tokenizer_mode": ("auto",),
-    "load_format": ("auto", "safetensors", "gguf"),
-    "quantization": (None, "gguf"),
-    "kv_cache_dtype": ("auto",),
-    "runner": ("auto", "generate"),
-    "task": ("auto", "generate"),
-    "enable_lora": (False,),
-    "enforce_eager": (True, False),
-    "pipeline_parallel_size": (1,),
-    "revision": (None,),
-    "tokenizer_revision": (None,),
-    "speculative_config": (None,),
-    "generation_config": ("auto",),
-    "compilation_config": (None, 0, {}),
-    "disable_custom_all_reduce": (True, False),
-    "disable_log_requests": (True,),
-    "disable_log_stats": (True,),
-    "enable_log_requests": (False,),
-    "max_seq_len_to_capture": (None,),
-    "cpu_offload_gb": (0, 0.0),
-    "distributed_executor_backend": (None, "mp"),
-    "enable_expert_parallel": (False,),
-    "limit_mm_per_prompt": (None, {}),
-    "use_v2_block_manager": (True, None),
-    "num_scheduler_steps": (1,),
-}
-WAYS_OUT = {
-    "trust_remote_code": "code that comes with a model is never run; only built-in architectures are supported",
-    "quantization": "weights in float32, float16, bfloat16 and GGUF are supported",
-    "enable_lora": "merge the adapter into the weights first",
-    "pipeline_parallel_size": "only one rank is supported",
-    "speculative_config": "speculative decoding is not supported",
-    "kv_cache_dtype": "the cache has the model's dtype",
-    "generation_config": "give SamplingParams to each call instead",
-    "hf_overrides": "edit a copy of config.json instead",
-    "disable_log_stats": "log_stats=True turns statistics on",
-    "revision": "download that revision and give its folder",
-}
-METHODS = {
-    "beam_search": "use generate() with n and temperature",
-    "encode": "use embed()",
-    "classify": "classification models are not supported",
-    "score": "score models are not supported; use embed() and compare",
-    "reward": "reward models are not supported",
-    "sleep": "use shutdown() and a new LLM",
-    "wake_up": "use shutdown() and a new LLM",
-    "collective_rpc": "code is never sent to an engine",
-    "apply_model": "code is never sent to an engine",
-    "llm_engine": "LLM and AsyncLLM are the whole interface; see connect() for other processes",
-    "get_metrics": "use step_stats() of LLM, or log_stats=True",
-    "is_sleeping": "an engine never sleeps; use shutdown() and a new LLM",
-    "set_tokenizer": "give tokenizer=FOLDER at start",
-    "start_profile": "run the engine under a profiler instead",
-    "stop_profile": "run the engine under a profiler instead",
-}
-CLASSES = {
-    "AsyncLLMEngine": "use AsyncLLM",
-    "LLMEngine": "use LLM",
-    "EngineArgs": "use EngineConfig, or keywords of LLM",
-    "AsyncEngineArgs": "use EngineConfig, or keywords of AsyncLLM",
-    "RequestOutputKind": 'use OutputKind, as output_kind="delta", "cumulative" or "final" of AsyncLLM.generate',
-    "PoolingParams": "use keywords of LLM.embed",
-    "BeamSearchParams": "beam search is not supported",
-}
+SETTINGS = {field.name: field.default for field in fields(EngineConfig)}
 
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:
@@ -105,20 +39,42 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
         NotSupportedError: a setting of vLLM that this engine lacks; with the way out.
         ConfigError: an unknown or impossible setting.
     """
-    known = {f.name for f in fields(EngineConfig)}
-    settings = from_environment()
-    for given, value in values.items():
-        name = RENAMED.get(given, given)
-        if name in known:
-            settings[name] = DTYPES.get(value, value) if name == "dtype" and isinstance(value, str) else value
-        elif not asks_for_nothing(name, value):
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else "; see EngineConfig for all settings"
-            raise ConfigError(f"unknown setting {name}{hint}")
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    settings = {**from_environment(), **read_settings(given, "", "; see EngineConfig for all settings")}
     if custom_ops.registered:
         settings["custom_ops"] = {**custom_ops.registered, **(settings.get("custom_ops") or {})}
-    plain: dict[str, Any] = {name: str(v) if isinstance(v, Path) else v for name, v in settings.items()}
-    return EngineConfig(**plain)
+    return EngineConfig(**settings)
+
+
+def read_settings(values: Mapping[str, Any], where: str, otherwise: str) -> dict[str, Any]:
+    """Settings under our names, checked one by one; what asks for nothing is left out.
+
+    Args:
+        where: they come from, for errors: " in FILE".
+        otherwise: what an error says where no setting is called nearly so.
+
+    Raises:
+        ConfigError, NotSupportedError: as `engine_config`.
+    """
+    settings: dict[str, Any] = {}
+    for given, value in values.items():
+        name = our_name(str(given))
+        if name in SETTINGS:
+            settings[name] = checked(name, value, f"{given}{where}")
+        elif not asks_for_nothing(name, value):
+            raise ConfigError(f"unknown setting {given}{where}{did_you_mean(name, SETTINGS, otherwise)}")
+    return settings
+
+
+def our_name(name: str) -> str:
+    """Our name of a setting in any spelling."""
+    name = name.replace("-", "_")
+    return RENAMED.get(name, name)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else otherwise
 
 
 def from_environment() -> dict[str, Any]:
@@ -127,7 +83,7 @@ def from_environment() -> dict[str, Any]:
     Raises:
         ConfigError: naming the variable.
     """
-    variables = {f.name: ENVIRONMENT + f.name.upper() for f in fields(EngineConfig)}
+    variables = {name: ENVIRONMENT + name.upper() for name in SETTINGS}
     return {
         name: checked(name, typed(name, text), f"{variable} in the environment")
         for name, variable in variables.items()
@@ -161,9 +117,9 @@ def checked(name: str, value: Any, where: str) -> Any:
     Raises:
         ConfigError: of the wrong kind; says `where` it came from.
     """
-    value = DTYPES.get(value, value) if name == "dtype" and isinstance(value, str) else value
-    if words := fault(name, value):
-        raise ConfigError(f"{where} {words}")
+    value = _TABLES["dtypes"].get(value, value) if name == "dtype" and isinstance(value, str) else value
+    if reason := fault(name, value):
+        raise ConfigError(f"{where} {reason}")
     return value
 
 
@@ -173,18 +129,23 @@ def asks_for_nothing(name: str, value: Any) -> bool:
     Raises:
         NotSupportedError: it asks for more.
     """
-    if name not in HARMLESS and name not in WAYS_OUT:
+    if name not in FOREIGN:
         return False
-    if any(value is v or value == v for v in HARMLESS.get(name, ())):
+    if any(value is allowed or value == allowed for allowed in FOREIGN[name].get("allowed", ())):
         return True
-    raise NotSupportedError(f"{name}={value!r:.60}: {WAYS_OUT.get(name, 'not supported in this version')}")
-
-
-def is_switch(name: str) -> bool:
-    """Whether a setting of vLLM is a flag without a value on the command line."""
-    return name in HARMLESS and all(isinstance(v, bool) for v in HARMLESS[name])
+    way_out = FOREIGN[name].get("otherwise", "not supported in this version")
+    raise NotSupportedError(f"{name}={value!r:.60}: {way_out}")
 
 
 def refuse_method(name: str) -> NotSupportedError | None:
     """The error for a method of vLLM's LLM that is not here; None for a name nobody knows."""
-    return NotSupportedError(f"{name}: {METHODS[name]}") if name in METHODS else None
+    return _refuse(name, _TABLES["methods"])
+
+
+def refuse_class(name: str) -> NotSupportedError | None:
+    """The same for a name of the package `vllm`."""
+    return _refuse(name, _TABLES["classes"])
+
+
+def _refuse(name: str, ways_out: Mapping[str, str]) -> NotSupportedError | None:
+    return NotSupportedError(f"{name}: {ways_out[name]}") if name in ways_out else None

@@ -1,25 +1,26 @@
-"""LLM: offline generation, close to vLLM's class of that name. Always talks to an engine process."""
+"""LLM: offline generation, close to vLLM's class of that name; and `connect`, to an engine that others started."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.frontend.client import utilities
-from wavecore.frontend.client.batch import run_batch, stream_deltas
-from wavecore.frontend.client.embeddings import EMBEDDING_PARAMS, pooled
-from wavecore.frontend.client.heat_map import write_heat_map
-from wavecore.frontend.client.service import Service
-from wavecore.frontend.compat import engine_config, refuse_method
+from wavecore.frontend.async_llm import AsyncLLM
+from wavecore.frontend.base import BaseLLM
+from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS
+from wavecore.frontend.client.offline import run_batch, stream_deltas
+from wavecore.frontend.client.utilities import attention_map, call_all, memory_table, write_heat_map
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput
-from wavecore.frontend.progress_bars import StartBar
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt, as_prompts
+from wavecore.frontend.text.messages import ChatOptions
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import ConfigError, NotSupportedError, ValidationError
 
@@ -27,7 +28,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(BaseLLM):
     """A model in an engine process of its own, ended with this object.
 
     Works from plain scripts (no main guard needed) and notebooks. Use it as a context manager, or call `shutdown`; at
@@ -45,35 +46,6 @@ class LLM:
             [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
             print(output.outputs[0].text)
     """
-
-    def __init__(self, model: str | Path = "default", **settings: Any) -> None:
-        self._start(engine_config({"model": str(model), **settings}))
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> Self:
-        """The same from a whole config."""
-        llm = cls.__new__(cls)
-        llm._start(config)
-        return llm
-
-    from_engine_args = from_config  # vLLM's name
-
-    @classmethod
-    def connect(cls, runtime_dir: str | Path, timeout: float = 30.0) -> Self:
-        """Attach to a running engine; `shutdown` only lets go of it."""
-        llm = cls.__new__(cls)
-        llm._attach(Service(Path(runtime_dir), None, timeout))
-        return llm
-
-    def _start(self, config: EngineConfig) -> None:
-        if not isinstance(config, EngineConfig):
-            raise ConfigError(f"config must be an EngineConfig, not {type(config).__name__}")
-        with StartBar(config.disable_tqdm) as bar:
-            self._attach(Service.start(config, bar))
-
-    def _attach(self, service: Service) -> None:
-        self._service = service
-        self._detach = service.close_when_dropped(self)
 
     # --- generation ----------------------------------------------------------------------------------------------
 
@@ -112,9 +84,8 @@ class LLM:
         _no_lora(lora_request)
         if prompt_token_ids is not None:
             raise NotSupportedError('prompt_token_ids: give prompts=[{"prompt_token_ids": [...]}, ...]')
-        asked = as_prompts(prompts)
-        deadlines = _deadlines(timeout, queue_timeout, first_token_timeout)
-        return self._run(asked, sampling_params, use_tqdm, priority, resume=resume, **deadlines)
+        options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout)
+        return self._run(as_prompts(prompts), sampling_params, use_tqdm, priority, resume, options)
 
     def chat(
         self,
@@ -142,19 +113,10 @@ class LLM:
         if not isinstance(messages, Sequence) or not messages:
             raise ValidationError("messages", "must be a conversation or a list of conversations")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        asked = [
-            self._service.chat_prompt(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation in conversations
-        ]
-        deadlines = _deadlines(timeout, queue_timeout, first_token_timeout)
-        return self._run(asked, sampling_params, use_tqdm, priority, resume=resume, **deadlines)
+        chat = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        asked = [self._service.chat_prompt(conversation, chat) for conversation in conversations]
+        options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout)
+        return self._run(asked, sampling_params, use_tqdm, priority, resume, options)
 
     def stream(
         self,
@@ -172,9 +134,10 @@ class LLM:
         Raises:
             WavecoreError: the request failed, after what it had was given.
         """
-        params = sampling_params or self.get_default_sampling_params()
-        deadlines = _deadlines(timeout, queue_timeout, first_token_timeout)
-        request = self._service.prepare(as_prompt(prompt), params, priority=priority, resume=resume, **deadlines)
+        options = RequestOptions(
+            priority=priority, timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout
+        )
+        request = self._service.prepare(as_prompt(prompt), sampling_params, options, resume=resume)
         return stream_deltas(self, self._service, request)
 
     def embed(
@@ -182,7 +145,7 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        pooling: str = "mean",
+        pooling: Literal["mean", "last"] = "mean",
         timeout: float | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embeddings of prompts: the last hidden states, pooled, of length 1 in the Euclidean norm.
@@ -190,44 +153,35 @@ class LLM:
         Args:
             pooling: "mean" over the prompt's tokens, or "last".
         """
-        requests = [
-            self._service.prepare(p, EMBEDDING_PARAMS, pooling=pooling, timeout=timeout) for p in as_prompts(prompts)
-        ]
-        return [pooled(m, o) for m, o in run_batch(self._service, requests, use_tqdm)]
+        options = RequestOptions(pooling=pooling, timeout=timeout)
+        requests = [self._service.prepare(prompt, EMBEDDING_PARAMS, options) for prompt in as_prompts(prompts)]
+        return [mailbox.pooled(output) for mailbox, output in run_batch(self._service, requests, use_tqdm)]
 
     # --- facts and control ---------------------------------------------------------------------------------------
-
-    @property
-    def runtime_dir(self) -> Path:
-        """What other processes give to `connect`."""
-        return self._service.runtime_dir
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return int(self._service.resolved["vocab_size"])
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; NotSupportedError where there is none (skip_tokenizer_init)."""
         return self._service.need_tokenizer("get_tokenizer")
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The model authors' recommendation (generation_config.json), else the defaults."""
-        return self._service.default_params()
-
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes, for instance after a change of weights."""
-        return utilities.reset_prefix_cache(self._service.client)
+        return all(call_all(self._service.client, "reset_prefix_cache"))
 
     def print_memory_stats(self) -> None:
         """Print a table of what the engine's memory holds."""
-        utilities.print_memory_stats(self._service.client)
+        client = self._service.client
+        for index, stats in zip(client.engines, call_all(client, "memory_stats"), strict=False):
+            sys.stdout.write(memory_table(index, stats) + "\n")
 
     def debug_requests(self) -> list[dict[str, Any]]:
         """State, age and progress of every request in the engine."""
-        return utilities.debug_requests(self._service.client)
+        return [row for rows in call_all(self._service.client, "debug_requests") for row in rows]
 
     debug_sequence_states = debug_requests
+
+    def step_stats(self) -> list[dict[str, Any]]:
+        """Counters of each engine since its start: steps, tokens, seconds in each phase of a step."""
+        return call_all(self._service.client, "stats")
 
     def visualize_attention(
         self, prompt: PromptType, layer: int, head: int, path: str | Path = "attention.png"
@@ -241,22 +195,9 @@ class LLM:
             float32 [n, n] of probabilities; row i sums to 1 over columns 0..i.
         """
         request = self._service.prepare(as_prompt(prompt), SamplingParams(max_tokens=1))
-        weights = utilities.attention_map(self._service.client, request.prompt.tolist(), layer, head)
+        weights = attention_map(self._service.client, request.prompt.tolist(), layer, head)
         write_heat_map(path, weights)
         return weights
-
-    def step_stats(self) -> list[dict[str, Any]]:
-        """Counters of each engine since its start: steps, tokens, seconds in each phase of a step."""
-        return utilities.step_stats(self._service.client)
-
-    def has_engine(self) -> bool:
-        """Whether an engine takes requests, or is being started again and will."""
-        return self._service.client.has_hope()
-
-    def shutdown(self) -> None:
-        """End the engine (or let go of an attached one). Idempotent; requests that run fail."""
-        self._detach()
-        self._service.close()
 
     def __enter__(self) -> Self:
         return self
@@ -264,34 +205,43 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def __getattr__(self, name: str) -> Any:
-        if error := refuse_method(name):
-            raise error
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    # --- inside --------------------------------------------------------------------------------------------------
-
     def _run(
         self,
         prompts: list[Prompt],
         sampling_params: Params,
         use_tqdm: bool | Callable[..., Any],
         priority: int | Sequence[int] | None,
-        **options: Any,
+        resume: bool,
+        options: RequestOptions,
     ) -> list[RequestOutput]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
         params = _one_each("sampling_params", sampling_params, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         requests = [
-            self._service.prepare(prompt, p, priority=rank, **options)
+            self._service.prepare(prompt, p, replace(options, priority=rank), resume=resume)
             for prompt, p, rank in zip(prompts, params, priorities, strict=True)
         ]
         return [output for _, output in run_batch(self._service, requests, use_tqdm)]
 
 
-def _deadlines(total: float | None, queue: float | None, first_token: float | None) -> dict[str, Any]:
-    return {"timeout": total, "queue_timeout": queue, "first_token_timeout": first_token}
+@overload
+def connect(runtime_dir: str | Path, *, asynchronous: Literal[False] = False, timeout: float = 30.0) -> LLM: ...
+@overload
+def connect(runtime_dir: str | Path, *, asynchronous: Literal[True], timeout: float = 30.0) -> AsyncLLM: ...
+def connect(runtime_dir: str | Path, *, asynchronous: bool = False, timeout: float = 30.0) -> LLM | AsyncLLM:
+    """A client of the engine whose deployment lies in `runtime_dir`; any number may attach, from any process.
+
+    Args:
+        runtime_dir: as `wavecore engine` prints it, or `LLM.runtime_dir`.
+        asynchronous: give an `AsyncLLM` instead of an `LLM`.
+        timeout: seconds until the engine must have answered.
+
+    Raises:
+        StartError: nothing runs there, or it does not answer.
+        EngineDead: what ran there is over; with the cause.
+    """
+    if not isinstance(runtime_dir, str | Path):
+        raise ConfigError(f"runtime_dir must be the path of a runtime directory, not {runtime_dir!r:.60}")
+    return AsyncLLM.connect(runtime_dir, timeout) if asynchronous else LLM.connect(runtime_dir, timeout)
 
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:

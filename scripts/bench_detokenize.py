@@ -17,11 +17,11 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.frontend.client.engines import EngineLink, LinkState
+from wavecore.frontend.client.engines import EngineState, RemoteEngine
 from wavecore.frontend.client.in_flight import InFlight
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
+from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.request import EngineRequest
-from wavecore.frontend.client.wakers import QueueWaker
 from wavecore.frontend.text.detokenizer import ByteDetokenizer, ByteTable, StreamDetokenizer
 from wavecore.frontend.text.stop_strings import StopStrings
 from wavecore.frontend.text.tokenizer import Tokenizer as WavecoreTokenizer
@@ -63,20 +63,20 @@ def client_path(
     tokenizer: WavecoreTokenizer, streams: int, ids: list[list[list[int]]]
 ) -> tuple[Callable[[int], None], Callable[[int], None]]:
     """The client's two halves of a step: the IO thread delivers, the consumers take."""
-    link = EngineLink(0, LinkState.UP, session=b"session")
-    requests = InFlight(NoPump(), [link])  # type: ignore[arg-type]
+    engine = RemoteEngine(0, EngineState.UP, session=b"session")
+    requests = InFlight(NoPump(), [engine])  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=None)
     request = EngineRequest("r", None, np.ones(4, np.int32), params, params.to_wire())
-    mailboxes = [Mailbox(request, tokenizer, QueueWaker(), OutputKind.DELTA) for _ in range(streams)]
+    mailboxes = [Mailbox(request, tokenizer, ThreadNotifier(), OutputKind.DELTA) for _ in range(streams)]
     for mailbox in mailboxes:
-        requests.submit(mailbox, hope=True)
+        requests.submit(mailbox, can_recover=True)
     handles = np.arange(1, streams + 1, dtype=np.uint32)
     ones, zeros = np.ones(streams, np.uint32), np.zeros(streams, np.uint8)
 
     def deliver(i: int) -> None:
         tokens = np.array(ids[i], np.int32).ravel()
-        for mailbox in requests.deliver(link, Step(b"", i, Columns(handles, ones, tokens, zeros))):
-            mailbox.must_wake()
+        for mailbox in requests.deliver(engine, Step(b"", i, Columns(handles, ones, tokens, zeros))):
+            mailbox.needs_notice()
 
     def deliver_and_take(i: int) -> None:
         deliver(i)

@@ -32,9 +32,10 @@ import numpy as np
 import psutil
 
 from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
-from wavecore.frontend.client.wakers import QueueWaker
+from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.llm import LLM
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.prompts import as_prompt
@@ -95,7 +96,7 @@ class Soak:
         self.supervisor, self.runtime_dir, self.chance = supervisor, runtime_dir, chance
         self.llm = LLM.connect(runtime_dir)
         self.service = self.llm._service
-        self.waker, self.live = QueueWaker(), dict[Mailbox, Sent]()
+        self.notifier, self.live = ThreadNotifier(), dict[Mailbox, Sent]()
         self.outcome = Outcome()
         self.readers: list[subprocess.Popen[bytes]] = []
         self.later: list[tuple[float, Callable[[], None]]] = []
@@ -133,12 +134,12 @@ class Soak:
             count = chance.choice((1, 4, 20, 60))
             params = SamplingParams(max_tokens=count, temperature=0)
             timeout = 0.5 if chance.random() < 0.02 else None
-            request = self.service.prepare(
-                as_prompt({"prompt_token_ids": prompt}), params, resume=chance.random() < 0.3, timeout=timeout
-            )
+            resume = chance.random() < 0.3
+            options = RequestOptions(timeout=timeout)
+            request = self.service.prepare(as_prompt({"prompt_token_ids": prompt}), params, options, resume=resume)
             self.outcome.sent += 1
             try:
-                mailbox = self.service.submit(request, self.waker, OutputKind.FINAL)
+                mailbox = self.service.submit(request, self.notifier, OutputKind.FINAL)
             except WavecoreError as error:
                 self.outcome.ends[f"refused: {error.code}"] += 1
                 return
@@ -146,10 +147,10 @@ class Soak:
             self.live[mailbox] = Sent(prompt, count, abort_at)
 
     def turn(self, now: float) -> None:
-        mailbox = self.waker.wait(0.01)
+        mailbox = self.notifier.wait(0.01)
         while mailbox is not None:
             self.ended(mailbox)
-            mailbox = self.waker.wait(0)
+            mailbox = self.notifier.wait(0)
         for mailbox in [m for m, sent in self.live.items() if sent.abort_at <= now]:
             self.live[mailbox].abort_at = float("inf")
             self.service.client.abort(mailbox)

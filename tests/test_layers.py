@@ -30,7 +30,8 @@ TORCH_FREE = ("frontend", "transport")
 TIERS = {
     "frontend": (
         ("cli",),
-        ("llm", "async_llm"),
+        ("llm",),
+        ("async_llm",),
         ("base",),
         ("client",),
         ("text",),
@@ -77,7 +78,6 @@ SAME_FILE_NAMES = {
     "__init__",
     "__main__",
     "attention",
-    "batch",
     "layers",
     "logprobs",
     "messages",

@@ -1,4 +1,4 @@
-"""What strangers install: the wheel holds every module under the name `wavecore`, and nothing else."""
+"""What strangers install: the wheel holds every module and table under the name `wavecore`, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+DATA = "wavecore/frontend/compat.json"
 FOLDERS = ("transport", "kernels", "parallel", "engine_core", "frontend")
 
 
@@ -30,9 +31,9 @@ def test_wheel_holds_every_module(tmp_path: Path) -> None:
     with zipfile.ZipFile(build("wheel", tmp_path / "wheel")) as wheel:
         names = set(wheel.namelist())
         wheel.extractall(tmp_path / "site")
-    want = {f"wavecore/{name}" for name in modules()} | {"wavecore/__init__.py", "wavecore/py.typed"}
+    want = {f"wavecore/{name}" for name in modules()} | {"wavecore/__init__.py", "wavecore/py.typed", DATA}
     assert {n for n in names if ".dist-info/" not in n} == want
-    code = "import wavecore, wavecore.frontend.cli.main; print(wavecore.__file__)"
+    code = "import wavecore, wavecore.frontend.compat; print(wavecore.__file__)"
     out = subprocess.run([sys.executable, "-P", "-c", code], env={"PYTHONPATH": str(tmp_path / "site")},
                          capture_output=True, text=True, cwd=tmp_path, check=True)  # fmt: skip
     assert out.stdout.startswith(str(tmp_path))

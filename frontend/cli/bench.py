@@ -84,17 +84,16 @@ def run(args: Sequence[str]) -> int:
         print("usage: wavecore bench offline [--SETTING VALUE ...]", file=sys.stderr)
         return 0 if args and args[0] in ("-h", "--help") else 2
     parser = CommandParser("bench offline", "", "Measures one batch of requests; end-of-sequence is ignored.")
-    add = parser.options.add_argument
-    add("--attach", type=str, default="", help="runtime directory of a running engine to measure")
+    parser.option("attach", str, "", "runtime directory of a running engine to measure")
     named = f"{', '.join(WORKLOADS)}, or a JSON file of requests; without it prompts are random"
-    add("--workload", type=str, default="", help=named)
-    add("--num_prompts", type=int, default=32, help="random workload: how many")
-    add("--input_len", type=int, default=128, help="random workload: longest prompt, tokens")
-    add("--output_len", type=int, default=64, help="random workload: longest output, tokens")
-    add("--range_ratio", type=float, default=0.0, help="random workload: lengths vary down to (1 - this)")
-    add("--workload_seed", type=int, default=0, help="random workload: seed")
-    add("--repeats", type=int, default=1, help="runs after a warm-up; the fastest is shown")
-    add("--output_json", type=str, default="", help="file for the figures")
+    parser.option("workload", str, "", named)
+    parser.option("num_prompts", int, 32, "random workload: how many")
+    parser.option("input_len", int, 128, "random workload: longest prompt, tokens")
+    parser.option("output_len", int, 64, "random workload: longest output, tokens")
+    parser.option("range_ratio", float, 0.0, "random workload: lengths vary down to (1 - this)")
+    parser.option("workload_seed", int, 0, "random workload: seed")
+    parser.option("repeats", int, 1, "runs after a warm-up; the fastest is shown")
+    parser.option("output_json", str, "", "file for the figures")
     values = parser.parse(args[1:])
     with open_llm(values) as llm:
         work = (

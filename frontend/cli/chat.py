@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
-
-from jsonargparse import Namespace
 
 from wavecore.frontend.cli.generate import add_input, chat_prompt, open_llm, sampling, stream_answer, system_message
 from wavecore.frontend.cli.parser import CommandParser, add_sampling, model_as_flag

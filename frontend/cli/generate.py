@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from jsonargparse import Namespace
-
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.cli.parser import CommandParser, add_sampling, settings
-from wavecore.frontend.connect import connect
-from wavecore.frontend.llm import LLM
+from wavecore.frontend.llm import LLM, connect
 from wavecore.frontend.prompts import PromptType, TokensPrompt
+from wavecore.frontend.text.messages import ChatOptions
 from wavecore.transport.errors import ValidationError
 
 
 def run(args: Sequence[str]) -> int:
     parser = CommandParser("generate", "PROMPT", "Answers one prompt; - reads standard input.", words=["prompt"])
     add_input(parser)
-    parser.switch("raw", "continue the prompt as it is, without the chat template")
+    parser.option("raw", bool, False, "continue the prompt as it is, without the chat template")
     add_sampling(parser, max_tokens=256)
     values = parser.parse(args)
     text = sys.stdin.read() if values.prompt == "-" else values.prompt
@@ -37,8 +36,8 @@ def run(args: Sequence[str]) -> int:
 
 def add_input(parser: CommandParser) -> None:
     """Options of commands that talk to a model."""
-    parser.options.add_argument("--attach", type=str, default="", help="runtime directory of a running engine to use")
-    parser.options.add_argument("--system", type=str, default="", help="system message")
+    parser.option("attach", str, "", "runtime directory of a running engine to use")
+    parser.option("system", str, "", "system message")
 
 
 def open_llm(values: Namespace) -> LLM:
@@ -64,7 +63,7 @@ def system_message(values: Namespace) -> list[dict[str, Any]]:
 
 
 def chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> TokensPrompt:
-    return {"prompt_token_ids": llm.get_tokenizer().render_chat(messages)[1]}
+    return {"prompt_token_ids": llm.get_tokenizer().render_chat(messages, ChatOptions())[1]}
 
 
 class Answer:

@@ -5,7 +5,6 @@ Exit codes: 0 done, 2 usage or a setting, 3 a resource (port, memory), 4 the mod
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -39,8 +38,9 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"wavecore {VERSION}")
         return 0
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        unknown = f"no such command; did you mean {close[0]}?" if close else "no such command"
+        from wavecore.frontend.compat import did_you_mean  # slow to import, for the sake of a typo
+
+        unknown = f"no such command{did_you_mean(name, COMMANDS, '')}"
         print(f"wavecore: {name}: {REFUSED.get(name, unknown)}\n\n{_help()}", file=sys.stderr)
         return 2
     try:

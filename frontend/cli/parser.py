@@ -1,47 +1,36 @@
-"""Command lines from EngineConfig: flags in vLLM's spelling, YAML, environment, --print_config. Knows no command."""
+"""Command lines: every field of EngineConfig as a flag in vLLM's spelling, YAML, environment, and --print_config."""
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.frontend.compat import (
-    ENVIRONMENT,
-    RENAMED,
-    asks_for_nothing,
-    checked,
-    engine_config,
-    from_environment,
-    is_switch,
-    plain,
-    typed,
-)
+from wavecore.frontend import compat
+from wavecore.frontend.compat import ENVIRONMENT, SETTINGS, did_you_mean, our_name
 from wavecore.transport.errors import ConfigError
 
-SHORT = {"-tp": "--tensor_parallel_size", "-dp": "--data_parallel_size"}
-_FIELDS = tuple(f.name for f in fields(EngineConfig))
-_SWITCHES = frozenset(f.name for f in fields(EngineConfig) if f.type in ("bool", bool))
-_TYPES = {"int": "a whole number", "float": "a number", "_switch": "true or false", "_texts": "a JSON list of texts"}
-
-
-class _Options(argparse.ArgumentParser):
-    """argparse whose errors are ours."""
-
-    def error(self, message: str) -> NoReturn:
-        bad = re.fullmatch(r"argument --(\w+): invalid (\w+) value: (.*)", message, re.DOTALL)
-        raise ConfigError(f"{_flag(bad[1])} must be {_TYPES[bad[2]]}, not {bad[3]:.80}" if bad else message)
+SHORT = {"-h": "--help", "-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size"}
+OPPOSITE = {"true": "false", "false": "true"}
+# Kind of a command's own option -> how its text is read, and what an error calls it
+KINDS: Mapping[type, tuple[Any, str]] = {
+    str: (str, "text"),
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    bool: (lambda text: OPPOSITE[text.lower()] == "false", "true or false"),
+    list: (json.loads, "a JSON list of texts"),
+}
 
 
 class CommandParser:
@@ -58,26 +47,35 @@ class CommandParser:
     """
 
     def __init__(self, name: str, usage: str, about: str, words: Sequence[str] = ()) -> None:
-        self._switches = set(_SWITCHES)
-        self._words = words
         usage = f"wavecore {name} {usage} [--SETTING VALUE ...]"
-        self.options = _Options(usage=usage, description=about, add_help=False, allow_abbrev=False)
-        self.options.add_argument("--config", default="", help="YAML file of settings, as --print_config writes it")
-        self.switch("print_config", "print all settings as YAML, and end")
-        self.switch("help", "print this, and end")
-        self._settings = ArgumentParser(  # its environment is for the help only; from_environment reads it
-            usage=argparse.SUPPRESS, add_help=False, exit_on_error=False, default_env=True, env_prefix="WAVECORE"
+        self._parser = ArgumentParser(
+            usage=usage, description=about, add_help=False, allow_abbrev=False, exit_on_error=False
         )
-        self._settings.add_class_arguments(EngineConfig, None)
-        self._settings._action_groups[-1].title = "settings of the engine"
-        helps = _setting_help()
-        for action in self._settings._actions:
-            action.help = helps.get(action.dest, action.help)
+        self._words = words
+        self._known: set[str] = set()
+        self._switches = set(compat.FOREIGN_SWITCHES)
+        self.option("config", str, "", "YAML file of settings, as --print_config writes it")
+        self.option("print_config", bool, False, "print all settings as YAML, and end")
+        self.option("help", bool, False, "print this, and end")
+        group = self._parser.add_argument_group("settings of the engine, each with its variable in the environment")
+        abouts = _setting_help()
+        for setting, kind in get_type_hints(EngineConfig).items():
+            variable = f"{ENVIRONMENT}{setting.upper()}, default: {SETTINGS[setting]}"
+            self._add(
+                group, setting, kind, SUPPRESS, f"{abouts[setting]} ({variable})", partial(_read_setting, setting)
+            )
 
-    def switch(self, name: str, text: str) -> None:
-        """An option without a value."""
-        self._switches.add(name)
-        self.options.add_argument(f"--{name}", type=_switch, default=False, metavar="", help=text)
+    def option(self, name: str, kind: type, default: Any, about: str) -> None:
+        """An option of the command's own, of a kind in KINDS."""
+        self._add(self._parser, name, kind, default, about, partial(_read_option, name, kind))
+
+    def _add(self, group: Any, name: str, kind: Any, default: Any, about: str, read: Any) -> None:
+        self._known.add(name)
+        if kind is bool:
+            self._switches.add(name)
+        choices = OPPOSITE if kind is bool else get_args(kind) if get_origin(kind) is Literal else ()
+        metavar = f"{{{','.join(choices)}}}" if choices else None
+        group.add_argument(_flag(name), type=read, default=default, metavar=metavar, help=about)
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Values of all options; ends the program after --help and --print_config.
@@ -87,93 +85,118 @@ class CommandParser:
             NotSupportedError: a setting of vLLM that this engine lacks.
         """
         _tell_typos()
-        options = {action.dest for action in self.options._actions}
-        own: list[str] = []
-        flags: dict[str, Any] = {}
-        words: list[str] = []
-        spelled = spell(args, self._switches)
-        while spelled:
-            word = spelled.pop(0)
-            if word == "--":
-                words += spelled
-                break
-            name, equals, value = word[2:].partition("=")
-            if word == "-h":
-                own.append("--help=true")
-            elif not word.startswith("--"):
-                words.append(word)
-            elif name not in options and name not in _FIELDS:
-                raise ConfigError(f"{_flag(name)}: no such option{_close(name, options | set(_FIELDS), _flag)}")
-            elif not equals:
-                raise ConfigError(f"{_flag(name)} needs a value")
-            elif name in options:
-                own.append(word)
-            else:
-                flags[name] = checked(name, typed(name, value), _flag(name))
+        flags, words = self._split(args)
         if len(words) > len(self._words):
             raise ConfigError(f"{words[len(self._words)]!r:.80} is one argument too many; see --help")
-        given = vars(self.options.parse_args(own))
+        try:
+            given = vars(self._parser.parse_args(flags))
+        except ArgumentError as error:
+            raise ConfigError(error.message) from None
         if given["help"]:
-            print(self.options.format_help() + "\n" + self._settings.format_help())
+            print(self._parser.format_help())
             sys.exit(0)
-        if given.get("attach") and (flags or given["config"]):
-            name = _flag(next(iter(flags), "config"))
+        flagged = {name: given.pop(name) for name in SETTINGS if name in given}
+        if given.get("attach") and (flagged or given["config"]):
+            name = _flag(next(iter(flagged), "config"))
             raise ConfigError(f"{name} is for an engine that is started; the one of --attach has its settings already")
-        merged = {**(_read_file(given["config"]) if given["config"] else {}), **from_environment(), **flags}
-        values = self._settings.parse_object(merged, env=False)
+        merged = {**SETTINGS, **_read_file(given["config"]), **compat.from_environment(), **flagged}
         if given["print_config"]:
-            print(yaml.safe_dump(values.as_dict(), sort_keys=False), end="")
+            print(yaml.safe_dump(merged, sort_keys=False), end="")
             sys.exit(0)
-        values.update(Namespace({**given, **dict(zip(self._words, [*words, *[""] * len(self._words)], strict=False))}))
-        return values
+        return Namespace(**merged, **given, **dict(zip_longest(self._words, words, fillvalue="")))
+
+    def _split(self, args: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Flags as `--name=value`, and the words between them.
+
+        Raises:
+            ConfigError: an unknown flag, or one without its value.
+            NotSupportedError: a flag of vLLM that asks for what this engine lacks.
+        """
+        flags: list[str] = []
+        words: list[str] = []
+        rest = deque(args)
+        while rest:
+            word = rest.popleft()
+            word = SHORT.get(word, word)
+            if word == "--":
+                words += rest
+                break
+            if not word.startswith("--"):
+                words.append(word)
+                continue
+            name, value = self._spell(word, rest)
+            if compat.asks_for_nothing(name, compat.plain(value or "")):
+                continue
+            if name not in self._known:
+                known = [_flag(name) for name in self._known]
+                raise ConfigError(f"{_flag(name)}: no such option{did_you_mean(_flag(name), known, '; see --help')}")
+            if value is None:
+                raise ConfigError(f"{_flag(name)} needs a value")
+            flags.append(f"{_flag(name)}={value}")
+        return flags, words
+
+    def _spell(self, word: str, rest: deque[str]) -> tuple[str, str | None]:
+        """Name and value of a flag in any spelling: `--max-model-len 5`, `--disable_tqdm`, `--no-disable-tqdm=true`.
+
+        Args:
+            rest: the words behind it; a value is taken from there.
+        """
+        flag, equals, text = word[2:].partition("=")
+        name = our_name(flag)
+        negated = name.startswith("no_") and name[3:] in self._switches
+        name = name[3:] if negated else name
+        value: str | None = text if equals else None
+        if value is None and name in self._switches:
+            value = rest.popleft() if rest and rest[0].lower() in OPPOSITE else "true"
+        elif value is None and rest and (not rest[0].startswith("-") or re.fullmatch(r"-|-\.?\d.*", rest[0])):
+            value = rest.popleft()
+        return name, OPPOSITE.get(str(value).lower(), value) if negated else value
 
 
-def _tell_typos() -> None:
-    known = {ENVIRONMENT + name.upper() for name in _FIELDS} | {"WAVECORE_CACHE"}
-    for name, value in os.environ.items():  # no error: Kubernetes makes up such names too
-        if name.startswith(ENVIRONMENT) and value and name not in known:
-            print(f"wavecore: {name} in the environment is no setting{_close(name, known)}", file=sys.stderr)
+def _read_option(name: str, kind: type, text: str) -> Any:
+    read, what = KINDS[kind]
+    try:
+        return read(text)
+    except (KeyError, ValueError):
+        raise ArgumentTypeError(f"{_flag(name)} must be {what}, not {text!r:.80}") from None
+
+
+def _read_setting(name: str, text: str) -> Any:
+    try:
+        return compat.checked(name, compat.typed(name, text), _flag(name))
+    except ConfigError as error:  # argparse would say its own words for any ValueError but this one
+        raise ArgumentTypeError(str(error)) from None
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    """Settings of a YAML file, in any spelling that flags may have."""
+    """Settings of a YAML file, in any spelling that flags may have; none without a path."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) if path else None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping | None):
         raise ConfigError(f"--config {path}: must hold lines of the form `setting: value`")
-    settings: dict[str, Any] = {}
-    for key, value in (content or {}).items():
-        name = str(key).replace("-", "_")
-        name = RENAMED.get(name, name)
-        if name in _FIELDS:
-            settings[name] = checked(name, value, f"{key} in {path}")
-        elif not asks_for_nothing(name, value):
-            raise ConfigError(f"--config {path}: unknown setting {key}{_close(name, _FIELDS)}")
-    return settings
+    return compat.read_settings(content or {}, f" in {path}", "; see --help")
 
 
-def _close(name: str, known: Iterable[str], spelling: Callable[[str], str] = str) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {spelling(close[0])}?" if close else "; see --help"
+def _tell_typos() -> None:
+    known = {ENVIRONMENT + name.upper() for name in SETTINGS} | {"WAVECORE_CACHE"}
+    for name, value in os.environ.items():  # no error: Kubernetes makes up such names too
+        if name.startswith(ENVIRONMENT) and value and name not in known:
+            hint = did_you_mean(name, known, "; see --help")
+            print(f"wavecore: {name} in the environment is no setting{hint}", file=sys.stderr)
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _switch(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"
-
-
-def _texts(text: str) -> list[str]:
-    texts = json.loads(text)
-    if not isinstance(texts, list) or not all(isinstance(part, str) for part in texts):
-        raise ValueError
-    return texts
+def _setting_help() -> dict[str, str]:
+    """Setting -> its lines in EngineConfig's docstring."""
+    found: dict[str, str] = {}
+    for names, text in re.findall(r"^ {8}(\w[\w, ]*): (.+(?:\n {12}.+)*)", EngineConfig.__doc__ or "", re.MULTILINE):
+        found |= dict.fromkeys(names.split(", "), " ".join(text.split()).replace("%", "%%"))
+    return found
 
 
 def model_as_flag(args: Sequence[str]) -> list[str]:
@@ -189,59 +212,14 @@ def settings(values: Namespace) -> EngineConfig:
     Raises:
         ConfigError, NotSupportedError: a setting that cannot work.
     """
-    return engine_config({name: values[name] for name in _FIELDS})
-
-
-def spell(args: Sequence[str], switches: set[str]) -> list[str]:
-    """`--max-model-len 5`, `--disable-tqdm`, `--no-enable-prefix-caching`, `-tp 2` as `--name=value`.
-
-    Raises:
-        NotSupportedError: a flag of vLLM that asks for what this engine lacks.
-    """
-    spelled: list[str] = []
-    rest = list(args)
-    while rest:
-        word = rest.pop(0)
-        if word == "--":
-            return [*spelled, word, *rest]
-        flag, equals, value = SHORT.get(word, word).partition("=")
-        if not flag.startswith("--"):
-            spelled.append(word)
-            continue
-        name = flag[2:].replace("-", "_")
-        name = RENAMED.get(name, name)
-        negated = name.startswith("no_") and (name[3:] in switches or is_switch(name[3:]))
-        name = name[3:] if negated else name
-        if not equals and (name in switches or is_switch(name)):
-            given = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
-            value = str((given.lower() == "true") is not negated).lower()
-        elif not equals and rest and (not rest[0].startswith("-") or re.fullmatch(r"-|-\.?\d.*", rest[0])):
-            value = rest.pop(0)
-        if not asks_for_nothing(name, plain(value)):
-            spelled += [f"--{name}={value}"] if value or equals else [f"--{name}"]
-    return spelled
-
-
-def _setting_help() -> dict[str, str]:
-    """Setting -> its line in EngineConfig's docstring."""
-    found: dict[str, str] = {}
-    names: list[str] = []
-    for line in (EngineConfig.__doc__ or "").partition("Attributes:")[2].splitlines():
-        start = re.fullmatch(r" {8}(\w+(?:, \w+)*): (.*)", line)
-        if start:
-            names = start[1].split(", ")
-            found |= dict.fromkeys(names, start[2])
-        elif line.strip():
-            found |= {name: f"{found[name]} {line.strip()}" for name in names}
-    return {name: text.replace("%", "%%") for name, text in found.items()}
+    return compat.engine_config({name: getattr(values, name) for name in SETTINGS})
 
 
 def add_sampling(parser: CommandParser, max_tokens: int) -> None:
     """Options that become SamplingParams."""
-    add: Any = parser.options.add_argument
-    add("--max_tokens", type=int, default=max_tokens, help="longest answer")
-    add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--top_p", type=float, default=1.0, help="nucleus sampling")
-    add("--top_k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all")
-    add("--sampling_seed", type=int, default=None, help="seed of this program's requests")
-    add("--stop", type=_texts, default=None, help="strings that end the answer, as a JSON list")
+    parser.option("max_tokens", int, max_tokens, "longest answer")
+    parser.option("temperature", float, 0.0, "0 is greedy")
+    parser.option("top_p", float, 1.0, "nucleus sampling")
+    parser.option("top_k", int, 0, "keep the k most likely tokens; 0 keeps all")
+    parser.option("sampling_seed", int, None, "seed of this program's requests")
+    parser.option("stop", list, None, "strings that end the answer, as a JSON list")

@@ -6,23 +6,14 @@ import logging
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
 from typing import Any
 
 from wavecore.frontend.client.timer import Timer
 from wavecore.transport.errors import RequestTimeout, WavecoreError, from_code
 from wavecore.transport.io.client_pump import ClientPump
-from wavecore.transport.wire.messages import Result, TensorFrame, Utility
+from wavecore.transport.wire.messages import Result, Utility
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a call gave."""
-
-    value: Any
-    frames: tuple[TensorFrame, ...]
 
 
 class Calls:
@@ -32,12 +23,12 @@ class Calls:
         self._pump = pump
         self._timer = timer
         self._lock = threading.Lock()
-        self._pending: dict[int, tuple[int, Future[Answer]]] = {}  # number -> engine, future
+        self._pending: dict[int, tuple[int, Future[Result]]] = {}  # number -> engine, future
         self._next = 1
 
-    def start(self, engine: int, method: str, args: Mapping[str, Any], timeout: float) -> Future[Answer]:
+    def start(self, engine: int, method: str, args: Mapping[str, Any], timeout: float) -> Future[Result]:
         """Call a method of an engine; the future fails with RequestTimeout after `timeout` seconds."""
-        future: Future[Answer] = Future()
+        future: Future[Result] = Future()
         with self._lock:
             number = self._next
             self._next += 1
@@ -48,8 +39,7 @@ class Calls:
         return future
 
     def answer(self, result: Result) -> None:
-        failed = from_code(result.error_code, result.error) if result.error_code else None
-        self._settle(result.call, failed or Answer(result.value, result.frames))
+        self._settle(result.call, from_code(result.error_code, result.error) if result.error_code else result)
 
     def fail(self, engine: int | None, error: WavecoreError) -> None:
         """End the calls of one engine, or all."""
@@ -58,7 +48,7 @@ class Calls:
         for number in numbers:
             self._settle(number, type(error)(str(error)))
 
-    def _settle(self, number: int, outcome: Answer | WavecoreError) -> None:
+    def _settle(self, number: int, outcome: Result | WavecoreError) -> None:
         with self._lock:
             _, future = self._pending.pop(number, (0, None))
         if future is None:  # ended already

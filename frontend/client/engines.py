@@ -1,8 +1,9 @@
-"""What a client knows of one engine, and which engine takes the next request. Knows no sockets."""
+"""What a client knows of each engine. The pump holds the sockets to them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from wavecore.transport.errors import EngineDead
 
 
-class LinkState(Enum):
+class EngineState(Enum):
     """CONNECTING: not ready yet. UP: takes requests. BROKEN: connection lost, cause unknown. UNREACHABLE: lost for so
     long that its requests were given up; the engine may live. DOWN: its life is over."""
 
@@ -22,25 +23,35 @@ class LinkState(Enum):
 
 
 @dataclass(slots=True)
-class EngineLink:
-    """Attributes:
-    addresses: input and output, as connected; empty before the engine listens.
-    session: the pump's name for one connection to one life of the engine; requests of another one are lost.
-    resolved: what the engine said at ready.
-    error: why it is down or unreachable.
-    own_tokens: outstanding tokens of this client's requests.
-    foreign_tokens: outstanding tokens of everybody else's, by the engine's last report.
+class RemoteEngine:
+    """One engine, as far as its client knows. Owned by `EngineClient` and written under its lock.
+
+    Attributes:
+        session: the pump's name for one connection to one life of the engine; requests of another one are lost.
+        resolved: what the engine said at ready.
+        error: why it is down or unreachable.
+        broken_at, broken_by: monotonic time and reason of the last break of the connection.
+        num_sent: requests of this client so far.
+        own_tokens: outstanding tokens of this client's requests.
+        foreign_tokens: outstanding tokens of everybody else's, by the engine's last report.
     """
 
     index: int
-    state: LinkState = LinkState.CONNECTING
-    addresses: tuple[str, str] = ("", "")
+    state: EngineState = EngineState.CONNECTING
     epoch: bytes = b""
     session: bytes | None = None
     resolved: Mapping[str, Any] = field(default_factory=dict)
     error: EngineDead | None = None
+    broken_at: float = 0.0
+    broken_by: str = ""
+    num_sent: int = 0
     own_tokens: int = 0
     foreign_tokens: int = 0
+
+    @property
+    def broken_for(self) -> float:
+        """Seconds since the connection broke."""
+        return time.monotonic() - self.broken_at
 
     def report(self, tokens: int) -> None:
         """Take the engine's own count in. What this client just sent may not be in it yet, so it never lowers ours."""
@@ -49,18 +60,3 @@ class EngineLink:
     @property
     def load(self) -> int:
         return self.own_tokens + self.foreign_tokens
-
-
-class Balancer:
-    """Picks the engine with the fewest outstanding tokens; ties go round."""
-
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def choose(self, links: Sequence[EngineLink]) -> EngineLink | None:
-        up = [link for link in links if link.state is LinkState.UP]
-        if not up:
-            return None
-        self._turn += 1
-        turn = self._turn % len(up)
-        return min(up[turn:] + up[:turn], key=lambda link: link.load)

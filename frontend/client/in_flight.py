@@ -1,6 +1,6 @@
-"""The requests of a client that have not ended: where each was sent, which rows belong to it, what becomes of it when
-an engine's life is over. Every method runs under the client's lock and returns the mailboxes to wake. Knows no threads.
+"""The requests of a client that have not ended: where each was sent, and what becomes of it when an engine dies.
 
+Every method runs under the client's lock and returns the mailboxes whose consumers are to be notified.
 A request that is sent again gets new handles, and rows of unknown handles are dropped: late outputs cannot matter.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from wavecore.frontend.client.engines import Balancer, EngineLink, LinkState
+from wavecore.frontend.client.engines import EngineState, RemoteEngine
 from wavecore.frontend.client.mailbox import Mailbox
 from wavecore.transport.errors import EngineDead, RequestError, RequestTimeout, WavecoreError
 from wavecore.transport.io.client_pump import ClientPump
@@ -35,7 +35,7 @@ class Flight:
     """A request on its way.
 
     Attributes:
-        link: where it was sent; None while it waits for an engine to come back.
+        engine: where it was sent; None while it waits for an engine to come back.
         session: the connection it was sent over.
         handles: handle -> choice, of choices that still run.
         sent_again: how often.
@@ -44,7 +44,7 @@ class Flight:
     """
 
     mailbox: Mailbox
-    link: EngineLink | None = None
+    engine: RemoteEngine | None = None
     session: bytes = b""
     handles: dict[int, int] = field(default_factory=dict)
     sent_again: int = 0
@@ -56,7 +56,7 @@ class Flight:
         """Monotonic time when the client gives up on it."""
         options = self.mailbox.request.options
         timeout = math.inf if options.timeout is None else options.timeout
-        if self.link is not None:  # the engine counts its time
+        if self.engine is not None:  # the engine counts its time
             return self.started + timeout + GRACE_SECONDS
         if self.mailbox.has_tokens:
             return self.started + timeout
@@ -66,10 +66,9 @@ class Flight:
 class InFlight:
     """The requests of one client, by mailbox and by the handles of their choices."""
 
-    def __init__(self, pump: ClientPump, links: Iterable[EngineLink]) -> None:
+    def __init__(self, pump: ClientPump, engines: Iterable[RemoteEngine]) -> None:
         self._pump = pump
-        self._links = list(links)
-        self._balancer = Balancer()
+        self._engines = list(engines)
         self._flights: dict[Mailbox, Flight] = {}
         self._rows: dict[int, Flight] = {}
         self._next_handle = 1
@@ -79,11 +78,11 @@ class InFlight:
 
     # --- a request's way -----------------------------------------------------------------------------------------
 
-    def submit(self, mailbox: Mailbox, hope: bool) -> bool:
+    def submit(self, mailbox: Mailbox, can_recover: bool) -> bool:
         """Send a request to the least loaded engine, or let it wait for one.
 
         Args:
-            hope: an engine will come back where none is up.
+            can_recover: an engine will come back where none is up.
 
         Returns:
             Whether it waits.
@@ -92,18 +91,18 @@ class InFlight:
             EngineDead: no engine lives or will.
             Overloaded, MessageTooLarge: it cannot be sent.
         """
-        link = self._balancer.choose(self._links)
-        if link is None and not hope:
+        engine = self._least_loaded()
+        if engine is None and not can_recover:
             raise self.no_engine()
         flight = Flight(mailbox)
-        if link is not None:
-            self._send(flight, link, [], 0.0)
+        if engine is not None:
+            self._send(flight, engine, [], 0.0)
         self._flights[mailbox] = flight
-        return link is None
+        return engine is None
 
-    def deliver(self, link: EngineLink, step: Step) -> list[Mailbox]:
+    def deliver(self, engine: RemoteEngine, step: Step) -> list[Mailbox]:
         """Hand the rows of a step to their mailboxes."""
-        link.report(step.load[2])
+        engine.report(step.load[2])
         columns = step.columns
         tokens, extras, frames = columns.tokens.tolist(), columns.extras, columns.frames
         touched: list[Mailbox] = []
@@ -126,7 +125,7 @@ class InFlight:
                 if not flight.handles:
                     self._forget(flight)
             touched.append(mailbox)
-        self._send_abort(link, stopped)
+        self._send_abort(engine, stopped)
         return touched
 
     def abort(self, mailbox: Mailbox) -> list[Mailbox]:
@@ -134,8 +133,7 @@ class InFlight:
         flight = self._flights.get(mailbox)
         if flight is None:
             return []
-        for choice in range(mailbox.request.params.n):
-            mailbox.end(choice, FinishReason.ABORT)
+        mailbox.end("abort")
         self._abort_at_engine(flight)
         self._forget(flight)
         return [mailbox]
@@ -147,15 +145,15 @@ class InFlight:
             touched += self._fail(flight, RequestError(f"request {flight.mailbox.request.request_id}: {why}"))
         return touched
 
-    def abort_all_at(self, link: EngineLink) -> None:
+    def abort_all_at(self, engine: RemoteEngine) -> None:
         """Tell an engine to end all that it was sent; it hears so when it is in reach again."""
-        self._send_abort(link, [h for f in self._flights.values() if f.link is link for h in f.handles])
+        self._send_abort(engine, [h for f in self._flights.values() if f.engine is engine for h in f.handles])
 
     # --- when engines die ----------------------------------------------------------------------------------------
 
-    def lose(self, link: EngineLink, error: EngineDead, everything: bool) -> list[Mailbox]:
+    def lose(self, engine: RemoteEngine, error: EngineDead, everything: bool) -> list[Mailbox]:
         """Send again or fail what was sent over an earlier connection, or over any."""
-        lost = [f for f in self._flights.values() if f.link is link and (everything or f.session != link.session)]
+        lost = [f for f in self._flights.values() if f.engine is engine and (everything or f.session != engine.session)]
         touched: list[Mailbox] = []
         for flight in lost:
             self._detach(flight)
@@ -170,24 +168,20 @@ class InFlight:
     def send_waiting(self) -> list[Mailbox]:
         """Send what waits for an engine, if one lives."""
         touched: list[Mailbox] = []
-        for flight in [f for f in self._flights.values() if f.link is None]:
-            link = self._balancer.choose(self._links)
-            if link is None:
+        for flight in [f for f in self._flights.values() if f.engine is None]:
+            engine = self._least_loaded()
+            if engine is None:
                 break
             try:
-                self._send(flight, link, flight.mailbox.emitted, time.monotonic() - flight.started)
+                self._send(flight, engine, flight.mailbox.emitted, time.monotonic() - flight.started)
             except WavecoreError as refused:
                 touched += self._fail(flight, refused)
         return touched
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(f.link is None for f in self._flights.values())
-
     def fail_waiting(self, error: WavecoreError | None = None) -> list[Mailbox]:
         """No engine will come back, or it takes nothing of this client."""
         touched: list[Mailbox] = []
-        for flight in [f for f in self._flights.values() if f.link is None]:
+        for flight in [f for f in self._flights.values() if f.engine is None]:
             touched += self._fail(flight, error or flight.lost_by or self.no_engine())
         return touched
 
@@ -201,54 +195,60 @@ class InFlight:
         touched: list[Mailbox] = []
         for flight in [f for f in self._flights.values() if f.deadline < now]:
             self._abort_at_engine(flight)
-            silent = "the engine said nothing" if flight.link else f"no engine was up to take it: {self.no_engine()}"
+            silent = "the engine said nothing" if flight.engine else f"no engine was up to take it: {self.no_engine()}"
             text = f"request {flight.mailbox.request.request_id}: its timeout passed and {silent}"
             touched += self._fail(flight, RequestTimeout(text))
         return touched
 
     def no_engine(self) -> EngineDead:
         """Why no engine takes a request now."""
-        error = next((link.error for link in self._links if link.error is not None), None)
+        error = next((engine.error for engine in self._engines if engine.error is not None), None)
         return EngineDead(str(error) if error else "the connection to every engine is broken for now; try again")
 
     # --- bookkeeping ---------------------------------------------------------------------------------------------
 
-    def _send(self, flight: Flight, link: EngineLink, emitted: list[int], elapsed: float) -> None:
+    def _least_loaded(self) -> RemoteEngine | None:
+        """The engine with the fewest outstanding tokens; ties go round."""
+        up = [engine for engine in self._engines if engine.state is EngineState.UP]
+        return min(up, key=lambda engine: (engine.load, engine.num_sent), default=None)
+
+    def _send(self, flight: Flight, engine: RemoteEngine, emitted: list[int], elapsed: float) -> None:
         mailbox, request = flight.mailbox, flight.mailbox.request
         if self._next_handle + request.params.n > MAX_HANDLE:
             self._next_handle = 1
         first = self._next_handle
-        flight.session = self._pump.send(link.index, request.message(first, emitted, mailbox.seed, elapsed))
+        flight.session = self._pump.send(engine.index, request.message(first, emitted, mailbox.seed, elapsed))
         self._next_handle += request.params.n
-        flight.link = link
+        flight.engine = engine
         flight.handles = {first + i: i for i in range(request.params.n) if mailbox.is_running(i)}
         self._rows.update(dict.fromkeys(flight.handles, flight))
-        link.own_tokens += request.cost
+        engine.num_sent += 1
+        engine.own_tokens += request.cost
 
     def _abort_at_engine(self, flight: Flight) -> None:
-        if flight.link is not None and flight.session == flight.link.session:
-            self._send_abort(flight.link, list(flight.handles))
+        if flight.engine is not None and flight.session == flight.engine.session:
+            self._send_abort(flight.engine, list(flight.handles))
 
-    def _send_abort(self, link: EngineLink, handles: list[int]) -> None:
-        if handles and link.state in (LinkState.UP, LinkState.BROKEN):
+    def _send_abort(self, engine: RemoteEngine, handles: list[int]) -> None:
+        if handles and engine.state in (EngineState.UP, EngineState.BROKEN):
             try:
-                self._pump.send(link.index, Abort(b"", b"", 0, np.array(handles, np.uint32)))
+                self._pump.send(engine.index, Abort(b"", b"", 0, np.array(handles, np.uint32)))
             except EngineDead:
-                logger.debug("engine %d is gone: nothing to abort", link.index)
+                logger.debug("engine %d is gone: nothing to abort", engine.index)
 
     def _fail(self, flight: Flight, error: WavecoreError) -> list[Mailbox]:
         self._forget(flight)
         # A copy for each: one exception raised in many tasks would collect all their tracebacks.
-        flight.mailbox.fail(type(error)(str(error)))
+        flight.mailbox.end("error", type(error)(str(error)))
         return [flight.mailbox]
 
     def _detach(self, flight: Flight) -> None:
         for handle in flight.handles:
             del self._rows[handle]
         flight.handles = {}
-        if flight.link is not None:
-            flight.link.own_tokens -= flight.mailbox.request.cost
-            flight.link = None
+        if flight.engine is not None:
+            flight.engine.own_tokens -= flight.mailbox.request.cost
+            flight.engine = None
 
     def _forget(self, flight: Flight) -> None:
         self._detach(flight)

@@ -1,7 +1,7 @@
 """One request between the IO thread, which delivers, and its consumer, which takes. One slot: deltas merge.
 
-A slow consumer therefore costs the tokens it has not read, never a queue. A mailbox wakes its consumer once until the
-consumer takes.
+A slow consumer therefore costs the tokens it has not read, never a queue. A mailbox notifies its consumer once until
+the consumer takes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wavecore.frontend.client.choice import FINISH_NAMES, Choice
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.client.choice import Choice
 from wavecore.frontend.client.request import EngineRequest
-from wavecore.frontend.outputs import PositionLogprobs, RequestMetrics, RequestOutput
+from wavecore.frontend.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    FinishName,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
 from wavecore.frontend.text.detokenizer import CONTEXT
 from wavecore.frontend.text.logprobs import read_logprobs
 from wavecore.frontend.text.tokenizer import Tokenizer
@@ -28,32 +36,36 @@ from wavecore.transport.wire.tensors import to_numpy
 
 logger = logging.getLogger(__name__)
 
+EMBEDDING_PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
+"""Of a request that is pooled and normalised in the engine, and samples nothing."""
+
 
 class OutputKind(Enum):
-    """What `take` gives and when a consumer is woken: what is new, all so far, or all once at the end."""
+    """What `take` gives and when a consumer is notified: what is new, all so far, or all once at the end."""
 
     DELTA = "delta"
     CUMULATIVE = "cumulative"
     FINAL = "final"
 
 
-class Waker(Protocol):
+class Notifier(Protocol):
     """Tells consumers that their mailboxes hold something. Called in the IO thread; must not block or raise."""
 
-    def wake(self, mailboxes: Sequence[Mailbox]) -> None: ...
+    def notify(self, mailboxes: Sequence[Mailbox]) -> None: ...
 
 
 class Mailbox:
     """Attributes:
     request: what was asked for.
-    waker: whom to wake.
-    embedding: float32 [hidden] of a finished pooling request.
+    notifier: tells the consumer.
     """
 
-    def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None, waker: Waker, kind: OutputKind) -> None:
+    def __init__(
+        self, request: EngineRequest, tokenizer: Tokenizer | None, notifier: Notifier, kind: OutputKind
+    ) -> None:
         self.request = request
-        self.waker = waker
-        self.embedding: npt.NDArray[np.float32] | None = None
+        self.notifier = notifier
+        self._embedding: npt.NDArray[np.float32] | None = None
         params = request.params
         self._kind = kind
         self._decode = None if tokenizer is None else tokenizer.decode_token
@@ -66,7 +78,7 @@ class Mailbox:
         self._choices = [choice(i) for i in range(params.n)]
         self._prompt_ids: list[int] = request.prompt.tolist()
         self._lock = threading.Lock()
-        self._woken = False
+        self._notified = False
         self._started = time.monotonic()
         self._metrics = RequestMetrics(time.time())
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -111,22 +123,18 @@ class Mailbox:
                 choice.end("error", error=RequestError(f"request {self.request.request_id}: {error!r:.300}"))
             return choice.finish is not None and finish == FinishReason.NONE
 
-    def fail(self, error: WavecoreError) -> None:
+    def end(self, finish: FinishName, error: WavecoreError | None = None) -> None:
         """End every choice that still runs."""
         with self._lock:
             for choice in self._choices:
-                choice.end("error", error=error)
+                choice.end(finish, error=error)
 
-    def end(self, index: int, finish: FinishReason) -> None:
-        with self._lock:
-            self._choices[index].end(FINISH_NAMES[finish])
-
-    def must_wake(self) -> bool:
+    def needs_notice(self) -> bool:
         """Whether the consumer is to be told now; True once until it takes."""
         with self._lock:
-            if self._woken or (self._kind is OutputKind.FINAL and not self._finished):
+            if self._notified or (self._kind is OutputKind.FINAL and not self._finished):
                 return False
-            self._woken = True
+            self._notified = True
             return True
 
     # --- any thread ----------------------------------------------------------------------------------------------
@@ -155,7 +163,7 @@ class Mailbox:
     def take(self) -> RequestOutput | None:
         """The output since the last take, or all so far; None when there is nothing new."""
         with self._lock:
-            self._woken = False
+            self._notified = False
             news = [c for c in self._choices if c.has_news]
             if not news:
                 return None
@@ -171,6 +179,20 @@ class Mailbox:
                 num_cached_tokens=self._cached_tokens,
             )
 
+    def pooled(self, output: RequestOutput) -> EmbeddingRequestOutput:
+        """The vector of a finished pooling request, whose last `take` gave `output`.
+
+        Raises:
+            WavecoreError: the request failed.
+        """
+        if output.error is not None:
+            raise output.error
+        if self._embedding is None:
+            ended = output.outputs[0].finish_reason
+            raise RequestError(f"request {output.request_id} ended ({ended}) without an embedding")
+        vector = EmbeddingOutput(self._embedding)
+        return EmbeddingRequestOutput(output.request_id, output.prompt_token_ids, vector, metrics=output.metrics)
+
     @property
     def _finished(self) -> bool:
         return all(choice.finish is not None for choice in self._choices)
@@ -183,18 +205,18 @@ class Mailbox:
         if "cached_tokens" in extra:
             self._cached_tokens = int(extra["cached_tokens"])
         if "pooled" in extra:
-            self.embedding = to_numpy(frames[extra["pooled"][0]]).astype(np.float32)
+            self._embedding = to_numpy(frames[extra["pooled"][0]]).astype(np.float32)
         if "prompt_logprobs" in extra:
             rows = read_logprobs(frames, extra["prompt_logprobs"], self._decode)
             self._prompt_logprobs = [*(self._prompt_logprobs or [None]), *rows]
         return read_logprobs(frames, extra["logprobs"], self._decode) if "logprobs" in extra else []
 
 
-def wake(mailboxes: Sequence[Mailbox]) -> None:
-    """Tell the consumers that do not know yet, each waker once."""
-    by_waker: dict[Waker, list[Mailbox]] = {}
+def notify(mailboxes: Sequence[Mailbox]) -> None:
+    """Tell the consumers that do not know yet, each notifier once."""
+    by_notifier: dict[Notifier, list[Mailbox]] = {}
     for mailbox in mailboxes:
-        if mailbox.must_wake():
-            by_waker.setdefault(mailbox.waker, []).append(mailbox)
-    for waker, woken in by_waker.items():
-        waker.wake(woken)
+        if mailbox.needs_notice():
+            by_notifier.setdefault(mailbox.notifier, []).append(mailbox)
+    for notifier, ready in by_notifier.items():
+        notifier.notify(ready)

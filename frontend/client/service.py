@@ -1,11 +1,9 @@
-"""What `LLM` and `AsyncLLM` share: an engine (own or attached), its client and its tokenizer; prompts to requests."""
+"""An engine to talk to, own or attached: its client, its tokenizer, and what makes requests of prompts."""
 
 from __future__ import annotations
 
 import _thread
-import asyncio
 import atexit
-import contextlib
 import itertools
 import os
 import sys
@@ -22,17 +20,19 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
-from wavecore.frontend.client.mailbox import Mailbox, OutputKind, Waker
+from wavecore.frontend.client.mailbox import Mailbox, Notifier, OutputKind
 from wavecore.frontend.client.request import EngineRequest, embeds_frame
 from wavecore.frontend.prompts import Prompt, token_ids
+from wavecore.frontend.text.messages import ChatOptions
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tokenizer
-from wavecore.transport.errors import ModelError, NotSupportedError, ValidationError, WavecoreError
+from wavecore.transport.errors import ModelError, NotSupportedError, ValidationError
 from wavecore.transport.processes.supervisor import ChildSpec, Limits, Supervisor
 from wavecore.transport.version import VERSION
 from wavecore.transport.wire.codec import MAX_FRAME_BYTES
 
 Progress = Callable[[int, str, float], None]
+NO_OPTIONS = RequestOptions()
 MAX_ID = 1024
 MAX_PROMPT_LOGPROBS_CELLS = 1 << 24  # positions x alternatives of one request's prompt_logprobs
 
@@ -102,20 +102,17 @@ class Service:
         return int(self.resolved["max_model_len"])
 
     @property
-    def window(self) -> int:
+    def max_running(self) -> int:
         """How many requests one caller keeps at the engine, so that it leaves room for others in the queue."""
         return max(1, int(self.resolved["max_num_queued_reqs"]) // 2)
 
+    @cached_property
     def default_params(self) -> SamplingParams:
         """What the model's authors recommend, else the defaults.
 
         Raises:
             ModelError: generation_config.json recommends what cannot be.
         """
-        return self._default_params
-
-    @cached_property
-    def _default_params(self) -> SamplingParams:
         path = str(self.resolved.get("model_path", ""))
         try:
             return SamplingParams(**generation_defaults(path)) if path else SamplingParams()
@@ -145,20 +142,21 @@ class Service:
     def prepare(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None,
+        options: RequestOptions = NO_OPTIONS,
         *,
         request_id: str | None = None,
         resume: bool = False,
-        **options: Any,
     ) -> EngineRequest:
         """A request ready to send.
 
         Args:
-            options: of `RequestOptions`.
+            params: None takes the model's recommended ones.
 
         Raises:
             ValidationError: a value out of bounds, before it costs anything.
         """
+        params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValidationError("sampling_params", f"must be SamplingParams, not {type(params).__name__}")
         if request_id is not None and (not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID):
@@ -168,7 +166,8 @@ class Service:
             raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")
         if resume and params.n > 1:
             raise NotSupportedError("resume=True with n > 1; send the choices as requests of their own")
-        checked = RequestOptions(cache_salt=prompt.cache_salt, **options)
+        if prompt.cache_salt is not None:
+            options = replace(options, cache_salt=prompt.cache_salt)
         prompt = self.encode(prompt)
         embeds = None
         if prompt.embeds is not None:
@@ -181,26 +180,26 @@ class Service:
         else:
             ids = prompt.ids
             self._check_ids(ids)
-        self._check_length(len(ids), params, checked.pooling)
+        self._check_length(len(ids), params, options)
         return EngineRequest(
             request_id=request_id if request_id is not None else str(next(self._numbers)),
             text=prompt.text,
             prompt=ids,
             params=params,
             wire=self._wire(params),
-            options=checked,
+            options=options,
             prompt_embeds=embeds,
             resume=resume,
         )
 
-    def submit(self, request: EngineRequest, waker: Waker, kind: OutputKind) -> Mailbox:
-        mailbox = Mailbox(request, self.tokenizer, waker, kind)
+    def submit(self, request: EngineRequest, notifier: Notifier, kind: OutputKind) -> Mailbox:
+        mailbox = Mailbox(request, self.tokenizer, notifier, kind)
         self.client.submit(mailbox)
         return mailbox
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
-        """A conversation as a prompt; options of `Tokenizer.render_chat`."""
-        text, ids = self.need_tokenizer("chat").render_chat(messages, max_tokens=self.max_model_len, **options)
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Prompt:
+        """A conversation as a prompt."""
+        text, ids = self.need_tokenizer("chat").render_chat(messages, options, max_tokens=self.max_model_len)
         return Prompt(text, token_ids(ids))
 
     def _check_ids(self, ids: Any) -> None:
@@ -208,8 +207,8 @@ class Service:
         if highest >= vocab:
             raise ValidationError("prompt_token_ids", f"token id {highest} is outside the vocabulary of {vocab}")
 
-    def _check_length(self, length: int, params: SamplingParams, pooling: str | None) -> None:
-        room = 0 if pooling is not None or params.max_tokens == 0 else 1
+    def _check_length(self, length: int, params: SamplingParams, options: RequestOptions) -> None:
+        room = 0 if options.pooling is not None or params.max_tokens == 0 else 1
         if length + room > self.max_model_len:
             raise ValidationError(
                 "prompt",
@@ -232,19 +231,6 @@ class Service:
         wire = params.to_wire()
         wire.pop("stop", None)
         return wire
-
-
-async def start_beside_loop(config: EngineConfig, progress: Progress | None) -> Service:
-    """`Service.start` in a thread; cancelling ends the start, and only returns when nothing is left of it."""
-    supervisor = make_supervisor(config)
-    starting = asyncio.create_task(asyncio.to_thread(Service.start, config, progress, supervisor))
-    try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        supervisor.request_stop()
-        with contextlib.suppress(WavecoreError):
-            (await starting).close()
-        raise
 
 
 def make_supervisor(config: EngineConfig) -> Supervisor:

@@ -1,9 +1,11 @@
-"""Looks into a running engine: requests, memory, steps, prefix cache."""
+"""Looks into a running engine: calls to all engines, the table of its memory, the attention map as a PNG."""
 
 from __future__ import annotations
 
-import sys
+import struct
+import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,11 @@ import numpy.typing as npt
 
 from wavecore.frontend.client.client import EngineClient
 from wavecore.transport.wire.tensors import to_numpy
+
+F32 = npt.NDArray[np.float32]
+LEAST_PIXELS = 512
+# Dark to bright at even steps, near viridis
+COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], np.float32)
 
 
 def call_all(client: EngineClient, method: str, **args: Any) -> list[Any]:
@@ -24,29 +31,6 @@ def call_all(client: EngineClient, method: str, **args: Any) -> list[Any]:
     return [future.result().value for future in futures]
 
 
-def reset_prefix_cache(client: EngineClient) -> bool:
-    return all(call_all(client, "reset_prefix_cache"))
-
-
-def debug_requests(client: EngineClient) -> list[dict[str, Any]]:
-    return [row for rows in call_all(client, "debug_requests") for row in rows]
-
-
-def step_stats(client: EngineClient) -> list[dict[str, Any]]:
-    return call_all(client, "stats")
-
-
-def attention_map(client: EngineClient, prompt: list[int], layer: int, head: int) -> npt.NDArray[np.float32]:
-    """float32 [n, n]; see `LLM.visualize_attention`."""
-    answer = client.call("attention_map", {"prompt": prompt, "layer": layer, "head": head}).result()
-    return to_numpy(answer.frames[0]).astype(np.float32)
-
-
-def print_memory_stats(client: EngineClient) -> None:
-    for index, stats in zip(client.engines, call_all(client, "memory_stats"), strict=False):
-        sys.stdout.write(memory_table(index, stats) + "\n")
-
-
 def memory_table(index: int, stats: Mapping[str, Any]) -> str:
     """One line an entry; numbers of bytes as MiB."""
     lines = [f"engine {index}"]
@@ -54,3 +38,40 @@ def memory_table(index: int, stats: Mapping[str, Any]) -> str:
         size = f"{value / 2**20:12.1f} MiB" if name.endswith("bytes") and isinstance(value, int) else f"{value!s:>16}"
         lines.append(f"  {name.removesuffix('_bytes').replace('_', ' '):<28}{size}")
     return "\n".join(lines)
+
+
+def attention_map(client: EngineClient, prompt: list[int], layer: int, head: int) -> F32:
+    """float32 [n, n]; see `LLM.visualize_attention`."""
+    answer = client.call("attention_map", {"prompt": prompt, "layer": layer, "head": head}).result()
+    return to_numpy(answer.frames[0]).astype(np.float32)
+
+
+def write_heat_map(path: str | Path, values: F32) -> None:
+    """Write `values` [rows, columns] to a file, the largest brightest, small matrices magnified."""
+    Path(path).write_bytes(png(heat_map(values)))
+
+
+def heat_map(values: F32) -> npt.NDArray[np.uint8]:
+    """RGB pixels uint8 [height, width, 3]."""
+    low, high = float(values.min()), float(values.max())
+    scaled = (values - low) / ((high - low) or 1.0) * (len(COLOURS) - 1)
+    below = np.minimum(scaled.astype(np.int64), len(COLOURS) - 2)
+    share = (scaled - below)[..., None]
+    mixed = COLOURS[below] * (1 - share) + COLOURS[below + 1] * share
+    pixels: npt.NDArray[np.uint8] = mixed.round().astype(np.uint8)
+    zoom = -(-LEAST_PIXELS // max(values.shape))
+    return np.repeat(np.repeat(pixels, zoom, axis=0), zoom, axis=1)
+
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """A file's bytes (https://www.w3.org/TR/png-3/: 8-bit RGB, one IDAT chunk); nobody needs a plotting library."""
+    height, width, _ = pixels.shape
+    lines = np.zeros((height, 1 + 3 * width), np.uint8)  # each line starts with its filter type, 0
+    lines[:, 1:] = pixels.reshape(height, 3 * width)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in chunks)
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

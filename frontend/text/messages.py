@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from wavecore.transport.errors import NotSupportedError, ValidationError
@@ -19,7 +20,24 @@ MAX_MESSAGES = 4096
 # What a request may hand to a template, beside messages and tools; never names that our own call uses.
 RESERVED = frozenset({"messages", "tools", "documents", "tokenize", "chat_template", "return_dict", "padding"})
 
-Message = Mapping[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation becomes a prompt.
+
+    Attributes:
+        chat_template: jinja2 source in place of the model's.
+        add_generation_prompt: open the assistant's turn.
+        continue_final_message: end inside the last message instead, so that the answer continues it.
+        tools: descriptions of functions, for templates that show them.
+        chat_template_kwargs: variables for the template: texts, numbers, true or false.
+    """
+
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
 
 class ContentMarker:

@@ -14,14 +14,9 @@ import tokenizers
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.text.chat_template import ChatTemplate
-from wavecore.frontend.text.detokenizer import (
-    ByteDetokenizer,
-    ByteTable,
-    Detokenizer,
-    StreamDetokenizer,
-    is_byte_level,
-)
+from wavecore.frontend.text.detokenizer import ByteDetokenizer, ByteTable, Detokenizer, StreamDetokenizer, is_byte_level
 from wavecore.frontend.text.messages import (
+    ChatOptions,
     ContentMarker,
     check_messages,
     check_template_kwargs,
@@ -101,49 +96,31 @@ class Tokenizer:
         **chat_template_kwargs: Any,
     ) -> Any:
         """Prompt of a conversation, as in transformers: token ids, or its text with `tokenize=False`."""
-        text, ids = self.render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        text, ids = self.render_chat(messages, options)
         return ids if tokenize else text
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, max_tokens: int | None = None
     ) -> tuple[str, list[int]]:
         """Text and token ids of a conversation; the text of special tokens in contents is plain text in the ids.
 
         Args:
-            add_generation_prompt: open the assistant's turn.
-            continue_final_message: end inside the last message instead, so that the answer continues it.
-            chat_template: jinja2 source in place of the model's.
-            tools: descriptions of functions, for templates that show them.
             max_tokens: refuse what is certainly longer before it is encoded.
-            chat_template_kwargs: variables for the template: texts, numbers, true or false.
 
         Raises:
             ValidationError: malformed messages, or the template refused them.
             NotSupportedError: the model has no chat template and none is given.
         """
-        template = ChatTemplate(chat_template, "the given chat_template") if chat_template else self.chat_template
+        source = options.chat_template
+        template = ChatTemplate(source, "the given chat_template") if source else self.chat_template
         if template is None:
             raise NotSupportedError(
                 f"{self.origin} has no chat template; give one as chat_template=, or use generate() with a whole prompt"
             )
         checked = check_messages(messages)
         seen: list[str] = []
-        map_strings([checked, tools], seen.append)
+        map_strings([checked, options.tools], seen.append)
         marker = pick_marker(seen)
 
         def mark(text: str) -> str:
@@ -152,13 +129,13 @@ class Tokenizer:
         marked = [{**map_strings(message, mark), "role": message["role"]} for message in checked]
         variables = {
             **self.named_tokens,
-            **check_template_kwargs(chat_template_kwargs or {}),
+            **check_template_kwargs(options.chat_template_kwargs or {}),
             "messages": marked,
-            "tools": map_strings(tools, mark) if tools else None,
-            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "tools": map_strings(options.tools, mark) if options.tools else None,
+            "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
         }
         text = template.render(variables)
-        if continue_final_message:
+        if options.continue_final_message:
             text = cut_behind(text, marked[-1]["content"])
         if max_tokens is not None:
             self.check_length(text, max_tokens)

@@ -98,7 +98,7 @@ async def test_overload_is_told_to_streams_and_waited_out_by_batches(files: dict
 
 
 def test_batch_gives_up_on_an_engine_that_takes_nothing(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wavecore.frontend.client.batch.REFUSED_SECONDS", 0.3)
+    monkeypatch.setattr("wavecore.frontend.client.offline.REFUSED_SECONDS", 0.3)
     with LLM(**files, max_num_seqs=1, max_num_queued_reqs=1) as llm:
         with pytest.raises(ValidationError, match="queue of 1"):
             llm.generate([5], SamplingParams(n=2), use_tqdm=False)

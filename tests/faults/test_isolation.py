@@ -10,8 +10,8 @@ import pytest
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.choice import Choice
 from wavecore.frontend.client.mailbox import OutputKind
+from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.request import EngineRequest
-from wavecore.frontend.client.wakers import QueueWaker
 from wavecore.frontend.prompts import as_prompt
 from wavecore.transport.errors import NumericalError, ResourceError, ValidationError, WavecoreError
 
@@ -127,7 +127,7 @@ def test_failing_detokenizer(deploy: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _end_of(service: Any, request: EngineRequest) -> BaseException | None:
-    waker = QueueWaker()
-    mailbox = service.submit(request, waker, OutputKind.FINAL)
-    assert waker.wait(30) is mailbox
+    notifier = ThreadNotifier()
+    mailbox = service.submit(request, notifier, OutputKind.FINAL)
+    assert notifier.wait(30) is mailbox
     return mailbox.take().error

@@ -10,7 +10,7 @@ import pytest
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
-from wavecore.frontend.client.wakers import QueueWaker
+from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.prompts import as_prompt
 
 
@@ -23,7 +23,7 @@ def test_many_short_requests_with_random_aborts(deploy: Any, count: int) -> None
     """
     with deploy(num_gpu_blocks_override=200, max_num_seqs=64) as deployed:
         chance = random.Random(count)
-        service, waker = deployed.llm._service, QueueWaker()
+        service, notifier = deployed.llm._service, ThreadNotifier()
         client = service.client
         processes = [psutil.Process(), psutil.Process(deployed.engine.pid)]
         params = [SamplingParams(max_tokens=n, temperature=0) for n in (1, 2, 4)]
@@ -35,16 +35,16 @@ def test_many_short_requests_with_random_aborts(deploy: Any, count: int) -> None
                 prompt = as_prompt(
                     {"prompt_token_ids": [chance.randrange(1, 1000) for _ in range(chance.randrange(1, 40))]}
                 )
-                live[service.submit(service.prepare(prompt, chance.choice(params)), waker, OutputKind.FINAL)] = None
+                live[service.submit(service.prepare(prompt, chance.choice(params)), notifier, OutputKind.FINAL)] = None
                 sent += 1
             if chance.random() < 0.33:
                 client.abort(next(iter(live)))
-            mailbox = waker.wait(30)
+            mailbox = notifier.wait(30)
             while mailbox is not None:
                 assert mailbox.take().error is None
                 del live[mailbox]
                 ended += 1
-                mailbox = waker.wait(0)
+                mailbox = notifier.wait(0)
             if not settled and ended > count // 4:
                 settled = [p.memory_info().rss for p in processes]
         assert client.num_live == 0

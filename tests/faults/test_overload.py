@@ -11,31 +11,31 @@ from tests.faults.conftest import until
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
-from wavecore.frontend.client.wakers import QueueWaker
+from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.prompts import as_prompt
 from wavecore.transport.errors import Overloaded
 
 
-def submit(deployed: Any, count: int, max_tokens: int = 5, length: int = 3) -> tuple[QueueWaker, set[Mailbox]]:
+def submit(deployed: Any, count: int, max_tokens: int = 5, length: int = 3) -> tuple[ThreadNotifier, set[Mailbox]]:
     """Many requests without a thread each."""
-    service, waker = deployed.llm._service, QueueWaker()
+    service, notifier = deployed.llm._service, ThreadNotifier()
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     boxes = set()
     for i in range(count):
         prompt = as_prompt({"prompt_token_ids": [i % 900 + 1] * length})
-        boxes.add(service.submit(service.prepare(prompt, params), waker, OutputKind.FINAL))
-    return waker, boxes
+        boxes.add(service.submit(service.prepare(prompt, params), notifier, OutputKind.FINAL))
+    return notifier, boxes
 
 
-def ends(waker: QueueWaker, boxes: set[Mailbox]) -> list[Any]:
+def ends(notifier: ThreadNotifier, boxes: set[Mailbox]) -> list[Any]:
     """The final output of each, each exactly once."""
     left, outputs = set(boxes), []
     while left:
-        mailbox = waker.wait(30)
+        mailbox = notifier.wait(30)
         assert mailbox in left, "nothing, or an end for the second time"
         left.remove(mailbox)
         outputs.append(mailbox.take())
-    assert waker.wait(0) is None
+    assert notifier.wait(0) is None
     return outputs
 
 
@@ -67,14 +67,14 @@ def test_aborts_at_any_moment(deploy: Any) -> None:
     ) as deployed:
         chance = random.Random(0)
         client = deployed.llm._service.client
-        waker, boxes = submit(deployed, 300, max_tokens=6, length=100)
+        notifier, boxes = submit(deployed, 300, max_tokens=6, length=100)
         order = list(boxes)
         chance.shuffle(order)
         for mailbox in order[:200]:
             client.abort(mailbox)
             if chance.random() < 0.3:
                 client.abort(mailbox)
-        outputs = ends(waker, boxes)
+        outputs = ends(notifier, boxes)
         reasons = [o.outputs[0].finish_reason for o in outputs]
         assert reasons.count("abort") > 100
         assert set(reasons) == {"abort", "length"}
@@ -89,11 +89,11 @@ def test_a_thousand_aborts_at_once(deploy: Any) -> None:
     All end; the engine is free for the next request in the next step.
     """
     with deploy({"step_seconds": 0.01}, max_num_seqs=16) as deployed:
-        waker, boxes = submit(deployed, 1000, max_tokens=1000)
+        notifier, boxes = submit(deployed, 1000, max_tokens=1000)
         client = deployed.llm._service.client
         for mailbox in boxes:
             client.abort(mailbox)
-        assert {o.outputs[0].finish_reason for o in ends(waker, boxes)} == {"abort"}
+        assert {o.outputs[0].finish_reason for o in ends(notifier, boxes)} == {"abort"}
         deployed.check_serving()
         assert deployed.call("debug_requests") == []
 
@@ -130,7 +130,7 @@ def test_large_prompt_does_not_stop_others(deploy: Any) -> None:
         prompt = np.tile(np.arange(1, 1000, dtype=np.int32), length // 999)
         request = service.prepare(as_prompt({"prompt_token_ids": prompt.tolist()}), SamplingParams(max_tokens=1))
         seen = len(stream.tokens)
-        mailbox = service.submit(request, QueueWaker(), OutputKind.FINAL)
+        mailbox = service.submit(request, ThreadNotifier(), OutputKind.FINAL)
         until(lambda: stream.ends or deployed.call("stats")["running"] == 2)
         until(lambda: len(stream.tokens) > seen or stream.ends)
         service.client.abort(mailbox)

@@ -8,7 +8,7 @@ import sys
 
 import wavecore
 
-HEAVY = ("torch", "transformers", "triton", "matplotlib", "jsonargparse", "gguf")
+HEAVY = ("torch", "transformers", "triton", "matplotlib", "gguf")
 
 
 def modules_after(code: str) -> set[str]:

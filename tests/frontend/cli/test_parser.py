@@ -120,7 +120,7 @@ def test_a_files_keys_have_the_spellings_of_flags(tmp_path: Path) -> None:
     config = parse("--config", str(file))
     assert (config.max_model_len, config.swap_space_gib, config.dtype) == (50, 2.0, "float16")
     for text, words in (
-        ("max-model-lem: 5", "unknown setting max-model-lem; did you mean max_model_len"),
+        ("max-model-lem: 5", r"unknown setting max-model-lem in .*config.yaml; did you mean max_model_len"),
         ("max-num-seqs: many", "max-num-seqs in .*config.yaml must be a whole number"),
         ("[1]", "must hold lines"),
         ("a: [", "config.yaml: "),
@@ -161,7 +161,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_the_prompt_and_a_commands_own_options() -> None:
     parser = CommandParser("generate", "", "", words=["prompt"])
     add_sampling(parser, max_tokens=5)
-    parser.switch("raw", "")
+    parser.option("raw", bool, False, "")
     values = parser.parse(["--raw", "a prompt", "--stop", '["x"]', "--top-k", "-1", "--max-num-seqs", "3"])
     assert (values.prompt, values.raw, values.stop, values.top_k, values.max_num_seqs) == (
         "a prompt",

@@ -13,8 +13,8 @@ from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
+from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.request import EngineRequest
-from wavecore.frontend.client.wakers import QueueWaker
 from wavecore.transport.errors import EngineDead
 from wavecore.transport.io.client_pump import Disconnected, Event, Reconnected
 from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry
@@ -123,12 +123,13 @@ class World:
         self.deployment = FakeDeployment(engines)
         self.deployment.set_state(state)
         monkeypatch.setattr("wavecore.frontend.client.client.deployment", self.deployment)
+        monkeypatch.setattr("wavecore.frontend.client.deployment_watch.deployment", self.deployment)
         monkeypatch.setattr("wavecore.frontend.client.client.ClientPump", FakePump)
         self.client = EngineClient("/nowhere", timeout=START_SECONDS, version="1")
         pump = self.client._pump
         assert isinstance(pump, FakePump)
         self.pump = pump
-        self.waker = QueueWaker()
+        self.notifier = ThreadNotifier()
 
     def submit(
         self,
@@ -143,7 +144,7 @@ class World:
         options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout)
         ids = np.array(prompt, np.int32)
         request = EngineRequest("r", None, ids, values, values.to_wire(), options, resume=resume)
-        mailbox = Mailbox(request, None, self.waker, kind)
+        mailbox = Mailbox(request, None, self.notifier, kind)
         self.client.submit(mailbox)
         return mailbox
 

@@ -9,8 +9,8 @@ from tests.support.tokenizers_for_tests import byte_level
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.choice import Choice
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
+from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.request import EngineRequest
-from wavecore.frontend.client.wakers import QueueWaker
 from wavecore.frontend.outputs import Logprob
 from wavecore.frontend.text.logprobs import read_logprobs
 from wavecore.frontend.text.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def test_a_fault_of_the_detokenizer_ends_its_choice() -> None:
 def test_a_fault_in_the_text_ends_the_request_only(caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(logprobs=1)
     request = EngineRequest("r", None, np.ones(1, np.int32), params, {})
-    mailbox = Mailbox(request, TOKENIZER, QueueWaker(), OutputKind.DELTA)
+    mailbox = Mailbox(request, TOKENIZER, ThreadNotifier(), OutputKind.DELTA)
     ended = mailbox.deliver(0, [5], FinishReason.NONE, {"logprobs": [0, 1, 2]}, ())  # frames that are not there
     assert ended
     output = mailbox.take()

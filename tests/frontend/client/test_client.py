@@ -51,8 +51,8 @@ def test_a_request_from_start_to_end(world: World) -> None:
     [(_, add)] = world.pump.adds()
     world.pump.step(0, [(add.handle, [5], 0)], {0: {"seed": 9, "cached_tokens": 1}})
     world.pump.step(0, [(add.handle, [6, 7], 0)])
-    assert world.waker.wait(0) is mailbox
-    assert world.waker.wait(0) is None  # one slot: told once until it takes
+    assert world.notifier.wait(0) is mailbox
+    assert world.notifier.wait(0) is None  # one slot: told once until it takes
     output = mailbox.take()
     assert output is not None
     assert (output.outputs[0].token_ids, output.outputs[0].seed, output.num_cached_tokens) == ([5, 6, 7], 9, 1)
@@ -71,7 +71,7 @@ def test_choices_have_consecutive_handles_and_end_apart(world: World) -> None:
     after = world.submit()
     assert world.pump.adds()[1][1].handle == add.handle + 3
     world.pump.step(0, [(add.handle + 1, [5], STOP), (add.handle, [6], 0)])
-    assert world.waker.wait(0) is None
+    assert world.notifier.wait(0) is None
     world.pump.step(
         0, [(add.handle, [7], LENGTH), (add.handle + 2, [], ERROR)], {1: {"code": "numerical", "message": "NaN"}}
     )
@@ -147,7 +147,7 @@ def test_nobody_comes_back(world: World) -> None:
     mailbox = world.submit()
     world.deployment.set_state("failed")
     world.kill(0)
-    assert world.waker.wait(5) is mailbox
+    assert world.notifier.wait(5) is mailbox
     assert "signal 9" in str(error_of(mailbox))
 
 
@@ -183,7 +183,7 @@ def test_submitted_over_a_broken_connection(world: World) -> None:
 def test_a_wait_for_the_restart_has_the_requests_deadline(world: World, deadline: str) -> None:
     world.kill(0)
     mailbox = world.submit(**{deadline: 0.01})  # type: ignore[arg-type]
-    assert world.waker.wait(5) is mailbox
+    assert world.notifier.wait(5) is mailbox
     error = error_of(mailbox)
     assert isinstance(error, RequestTimeout)
     assert "signal 9" in str(error)
@@ -192,9 +192,9 @@ def test_a_wait_for_the_restart_has_the_requests_deadline(world: World, deadline
 def test_the_restart_that_was_waited_for_fails(world: World) -> None:
     world.kill(0)
     mailbox = world.submit()
-    assert world.waker.wait(0.3) is None
+    assert world.notifier.wait(0.3) is None
     world.deployment.set_state("failed")
-    assert world.waker.wait(5) is mailbox
+    assert world.notifier.wait(5) is mailbox
     error = error_of(mailbox)
     assert isinstance(error, EngineDead)
     assert "signal 9" in str(error)
@@ -275,28 +275,28 @@ def test_broken_connection_alone_costs_nothing(world: World) -> None:
 
 
 def test_out_of_reach_for_too_long(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wavecore.frontend.client.client.UNREACHABLE_SECONDS", 0.05)
+    monkeypatch.setattr("wavecore.frontend.client.deployment_watch.UNREACHABLE_SECONDS", 0.05)
     mailbox = world.submit()
     [(_, add)] = world.pump.adds()
     world.pump.step(0, [(add.handle, [5], 0)])
-    assert world.waker.wait(0) is mailbox
+    assert world.notifier.wait(0) is mailbox
     mailbox.take()
     world.pump.disconnect(0)
-    assert world.waker.wait(5) is mailbox
+    assert world.notifier.wait(5) is mailbox
     assert "out of reach" in str(error_of(mailbox))
 
 
 def test_engine_that_comes_into_reach_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wavecore.frontend.client.client.UNREACHABLE_SECONDS", 0.05)
+    monkeypatch.setattr("wavecore.frontend.client.deployment_watch.UNREACHABLE_SECONDS", 0.05)
     begun, waiting = world.submit(), world.submit()
     first, second = (add.handle for _, add in world.pump.adds())
     world.pump.step(0, [(first, [5], 0)])
     world.pump.disconnect(0)
-    ended = {world.waker.wait(5), world.waker.wait(5)}
+    ended = {world.notifier.wait(5), world.notifier.wait(5)}
     while ended != {begun, waiting}:  # the first was told of its token before
-        ended.add(world.waker.wait(5))
+        ended.add(world.notifier.wait(5))
     for mailbox in (begun, waiting):  # a wait for an engine that is ready, but not for us, would have no end
-        assert world.waker.wait(0) in (None, begun, waiting)
+        assert world.notifier.wait(0) in (None, begun, waiting)
         assert "out of reach" in str(error_of(mailbox))
     with pytest.raises(EngineDead, match="out of reach"):
         world.submit()
@@ -359,7 +359,7 @@ def test_call_without_an_answer_ends(world: World) -> None:
 def test_deadline_when_the_engine_says_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "GRACE_SECONDS", 0.01)
     mailbox = world.submit(timeout=0.01)
-    assert world.waker.wait(5) is mailbox
+    assert world.notifier.wait(5) is mailbox
     assert isinstance(error_of(mailbox), RequestTimeout)
     assert world.pump.aborted()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.tokenizers_for_tests import SPECIAL, TEMPLATE, byte_level
 
 from wavecore.frontend.text.chat_template import ChatTemplate
-from wavecore.frontend.text.messages import check_messages, check_template_kwargs
+from wavecore.frontend.text.messages import ChatOptions, check_messages, check_template_kwargs
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import NotSupportedError, ValidationError
 
@@ -27,9 +27,9 @@ def count_special(ids: list[int]) -> int:
 
 def test_plain_content_gives_the_tokens_of_the_rendered_text(tokenizer: Tokenizer) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße 你好"}]
-    text = tokenizer.render_chat(messages)[0]
+    text = tokenizer.render_chat(messages, ChatOptions())[0]
     assert text.endswith("<|im_start|>assistant\n")
-    assert tokenizer.render_chat(messages)[1] == byte_level().encode(text).ids
+    assert tokenizer.render_chat(messages, ChatOptions())[1] == byte_level().encode(text).ids
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_plain_content_gives_the_tokens_of_the_rendered_text(tokenizer: Tokenize
 )
 def test_special_text_in_content_stays_text(tokenizer: Tokenizer, content: str) -> None:
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "end|>"}]
-    ids = tokenizer.render_chat(messages)[1]
+    ids = tokenizer.render_chat(messages, ChatOptions())[1]
     assert count_special(ids) == 5  # two turns and the generation prompt
     assert content in byte_level().decode(ids, skip_special_tokens=False)
 
@@ -53,7 +53,7 @@ def test_special_text_in_content_stays_text(tokenizer: Tokenizer, content: str) 
 @given(parts=st.lists(st.sampled_from([*SPECIAL, "<|", "im_", "|>", "end", "start", "a", " ", "\n"]), max_size=12))
 def test_no_content_makes_control_tokens(parts: list[str]) -> None:
     tokenizer = Tokenizer(byte_level(), "test", ChatTemplate(TEMPLATE, "test"))
-    ids = tokenizer.render_chat([{"role": "user", "content": "".join(parts)}])[1]
+    ids = tokenizer.render_chat([{"role": "user", "content": "".join(parts)}], ChatOptions())[1]
     assert count_special(ids) == 3
 
 
@@ -111,7 +111,7 @@ def test_template_kwargs_are_bounded(kwargs: dict[str, Any]) -> None:
 
 def test_continue_final_message(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer "}]
-    text, ids = tokenizer.render_chat(messages, continue_final_message=True)
+    text, ids = tokenizer.render_chat(messages, ChatOptions(continue_final_message=True))
     assert text.endswith("<|im_start|>assistant\nThe answer")
     assert ids == byte_level().encode(text).ids
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wavecore.frontend.client.heat_map import heat_map, write_heat_map
+from wavecore.frontend.client.utilities import heat_map, write_heat_map
 
 
 def read_png(data: bytes) -> np.ndarray:

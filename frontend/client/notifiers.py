@@ -1,4 +1,4 @@
-"""How consumers wait for mailboxes: a thread at a queue, a task at an event of its loop."""
+"""How consumers learn that mailboxes hold something: a thread waits at a queue, a task at an event of its loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from wavecore.frontend.client.mailbox import Mailbox
 TASKS_A_TURN = 32  # woken in one turn of a loop: hundreds of streams must not hold up whatever else runs in it
 
 
-class QueueWaker:
+class ThreadNotifier:
     """For one waiting thread."""
 
     def __init__(self) -> None:
         self._ready: queue.SimpleQueue[Mailbox] = queue.SimpleQueue()
 
-    def wake(self, mailboxes: Sequence[Mailbox]) -> None:
+    def notify(self, mailboxes: Sequence[Mailbox]) -> None:
         for mailbox in mailboxes:
             self._ready.put(mailbox)
 
@@ -31,7 +31,7 @@ class QueueWaker:
             return None
 
 
-class LoopWaker:
+class LoopNotifier:
     """For tasks of one event loop: one call into the loop a step, however many streams it runs."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -45,7 +45,7 @@ class LoopWaker:
     def forget(self, mailbox: Mailbox) -> None:
         self._events.pop(mailbox, None)
 
-    def wake(self, mailboxes: Sequence[Mailbox]) -> None:
+    def notify(self, mailboxes: Sequence[Mailbox]) -> None:
         loop = self._loop()
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # it was closed: nobody waits there any more

@@ -1,4 +1,4 @@
-"""Waiting for requests in a plain thread: a whole batch, or the deltas of one. Knows no prompts and no text."""
+"""Offline generation: a plain thread that waits for a whole batch of requests, or for the deltas of one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
+from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.client.service import Service
-from wavecore.frontend.client.wakers import QueueWaker
 from wavecore.frontend.outputs import RequestOutput, shown
 from wavecore.frontend.progress_bars import BatchBar
 from wavecore.transport.errors import EngineDead, Overloaded
@@ -53,24 +53,24 @@ class _Batch:
         self._service = service
         self._requests = requests
         self._waiting = deque(range(len(requests)))
-        self._window = service.window
+        self._max_running = service.max_running
         self._pause_until = 0.0
         self._progress = time.monotonic()
-        self._waker = QueueWaker()
+        self._notifier = ThreadNotifier()
 
     def send(self) -> None:
-        while self._waiting and len(self.running) < self._window and time.monotonic() >= self._pause_until:
+        while self._waiting and len(self.running) < self._max_running and time.monotonic() >= self._pause_until:
             index = self._waiting.popleft()
             try:
-                mailbox = self._service.submit(self._requests[index], self._waker, OutputKind.FINAL)
+                mailbox = self._service.submit(self._requests[index], self._notifier, OutputKind.FINAL)
             except Overloaded as refused:
-                self._come_again(index, refused)
+                self._retry_later(index, refused)
             else:
                 self.running[mailbox] = index
 
     def receive(self) -> RequestOutput | None:
-        """The next finished request; None where there is none yet, or one comes again."""
-        mailbox = self._waker.wait(POLL_SECONDS if self._waiting else None)
+        """The next finished request; None where there is none yet, or it is to be sent again."""
+        mailbox = self._notifier.wait(POLL_SECONDS if self._waiting else None)
         output = mailbox.take() if mailbox is not None else None
         if mailbox is None or output is None:
             return None
@@ -78,13 +78,13 @@ class _Batch:
         if isinstance(output.error, EngineDead):
             raise output.error
         if isinstance(output.error, Overloaded):
-            self._come_again(index, output.error)
+            self._retry_later(index, output.error)
             return None
         self._progress = time.monotonic()
         self.done[index] = mailbox, output
         return output
 
-    def _come_again(self, index: int, refused: Overloaded) -> None:
+    def _retry_later(self, index: int, refused: Overloaded) -> None:
         """Others fill the engine's queue: ask again later, with fewer at a time.
 
         Raises:
@@ -93,7 +93,7 @@ class _Batch:
         if time.monotonic() - self._progress > REFUSED_SECONDS and not self.running:
             raise refused
         self._waiting.appendleft(index)
-        self._window = max(1, len(self.running))
+        self._max_running = max(1, len(self.running))
         self._pause_until = time.monotonic() + PAUSE_SECONDS
 
 
@@ -107,12 +107,12 @@ def stream_deltas(
     Args:
         owner: kept alive as long as the stream is; its engine ends with it.
     """
-    waker = QueueWaker()
-    mailbox = service.submit(request, waker, OutputKind.DELTA)
+    notifier = ThreadNotifier()
+    mailbox = service.submit(request, notifier, OutputKind.DELTA)
     try:
         finished = False
         while not finished:
-            waker.wait()
+            notifier.wait()
             for output in shown(mailbox.take()):
                 finished = output.finished
                 yield output

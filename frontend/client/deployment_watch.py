@@ -1,0 +1,120 @@
+"""Watches deployment.json for a client while an engine is not up: where it listens, why it died, whether it comes back.
+
+One rule of when to look: at once when a connection breaks, then again and again until every engine is up or will never
+be. A client whose engines are all up reads no file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from wavecore.frontend.client.engines import EngineState, RemoteEngine
+from wavecore.frontend.client.timer import Timer
+from wavecore.transport.errors import EngineDead, StartError, WavecoreError
+from wavecore.transport.io.client_pump import ClientPump
+from wavecore.transport.io.curve import CurveClient
+from wavecore.transport.processes import deployment
+from wavecore.transport.processes.deployment import Deployment, EngineEntry
+
+LOOK_SECONDS = 0.25
+BROKEN_LOOK_SECONDS = 0.01  # the supervisor tells within milliseconds why an engine died
+UNREACHABLE_SECONDS = 10.0
+OVER = ("stopped", "failed")  # states in which an engine stays; "dead" waits for its next start
+
+
+class DeploymentWatch:
+    """Calls back in the thread that looks: the timer's, or whoever calls `look`.
+
+    Args:
+        on_down: told (engine, epoch, error, state) when that life of an engine is over or has long been out of reach.
+        on_lost: told the reason when no engine will ever take a request again.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        engines: Mapping[int, RemoteEngine],
+        pump: ClientPump,
+        timer: Timer,
+        on_down: Callable[[RemoteEngine, bytes, EngineDead, EngineState], None],
+        on_lost: Callable[[WavecoreError], None],
+    ) -> None:
+        self._runtime_dir, self._engines, self._pump, self._timer = runtime_dir, engines, pump, timer
+        self._on_down, self._on_lost = on_down, on_lost
+        self._addresses: dict[int, tuple[str, str]] = {}  # where each engine is connected
+        self._planned: object | None = None  # stands for the next look; one that comes earlier takes its place
+        self._lock = threading.Lock()  # one look at a time
+
+    def can_recover(self) -> bool:
+        """Whether an engine is up, starting, or to be started again, and will take requests of this client."""
+        try:
+            return self._can_recover(deployment.read(self._runtime_dir))
+        except StartError:  # stopped
+            return False
+
+    def look(self) -> None:
+        """Look now, and again later while an engine may yet come up. Never under the client's lock."""
+        with self._lock:
+            self._planned = None
+            if self._look():
+                broken = any(engine.state is EngineState.BROKEN for engine in self._engines.values())
+                self._plan(BROKEN_LOOK_SECONDS if broken else LOOK_SECONDS)
+
+    def look_later(self) -> None:
+        """Look in a moment, unless a look is planned anyway. Thread-safe, never blocks."""
+        if self._planned is None:
+            self._plan(LOOK_SECONDS)
+
+    def _plan(self, delay: float) -> None:
+        self._planned = this = object()
+        self._timer.schedule(delay, lambda: self._look_as_planned(this))
+
+    def _look_as_planned(self, planned: object) -> None:
+        if planned is self._planned:
+            self.look()
+
+    def _look(self) -> bool:
+        """Returns whether an engine that is not up may come up."""
+        for engine in self._engines.values():
+            if engine.state is EngineState.BROKEN:
+                self._find_cause(engine, engine.epoch)
+        try:
+            found = deployment.read(self._runtime_dir)
+        except StartError as stopped:
+            self._on_lost(stopped)
+            return False
+        if not self._can_recover(found):
+            causes = [entry.cause.message for entry in found.engines if entry.cause]
+            self._on_lost(EngineDead(causes[0] if causes else f"the deployment in {self._runtime_dir} is over"))
+        for entry in found.engines:
+            self._connect(entry)
+        coming = [self._engines[entry.index] for entry in found.engines if entry.state not in OVER]
+        return any(engine.state is not EngineState.UP for engine in coming)
+
+    def _find_cause(self, engine: RemoteEngine, epoch: bytes) -> None:
+        """Why a connection broke: the engine is dead by deployment.json, or out of reach for too long."""
+        cause = deployment.why_dead(self._runtime_dir, engine.index, epoch, timeout=0)
+        if cause is not None:
+            self._on_down(engine, epoch, EngineDead(cause.message), EngineState.DOWN)
+        elif engine.broken_for > UNREACHABLE_SECONDS:
+            reason = f"out of reach for {engine.broken_for:.0f} s ({engine.broken_by}); is its machine reachable?"
+            error = EngineDead(f"engine {engine.index} has been {reason}")
+            self._on_down(engine, epoch, error, EngineState.UNREACHABLE)
+
+    def _can_recover(self, found: Deployment) -> bool:
+        return found.state not in ("dead", "stopped") and any(
+            # One that is ready, but not for us, does not count: a wait for it would have no end.
+            entry.state not in OVER
+            and not (entry.state == "ready" and self._engines[entry.index].state is EngineState.UNREACHABLE)
+            for entry in found.engines
+        )
+
+    def _connect(self, entry: EngineEntry) -> None:
+        """Talk to an engine where it listens now: over tcp its port may have been taken while it was down."""
+        addresses = entry.input, entry.output
+        if entry.input and addresses != self._addresses.get(entry.index):
+            curve = CurveClient.load(self._runtime_dir / "keys", entry.server_key) if entry.server_key else None
+            self._pump.connect(entry.index, *addresses, curve)
+            self._addresses[entry.index] = addresses

@@ -97,13 +97,13 @@ def typed(name: str, text: str) -> Any:
         return None
     if fault(name, text) is None:
         return text
-    value = plain(text)
+    value = yaml_value(text)
     with contextlib.suppress(ValueError):  # 1e9, a text by YAML's rules
         value = float(text) if isinstance(value, str) and fault(name, 0.5) is None else value
     return value
 
 
-def plain(text: str) -> Any:
+def yaml_value(text: str) -> Any:
     """What a text says as YAML; itself where it is none."""
     try:
         return yaml.safe_load(text)

@@ -31,8 +31,8 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM(BaseLLM):
     """A model in an engine process of its own, ended with this object.
 
-    Works from plain scripts (no main guard needed) and notebooks. Use it as a context manager, or call `shutdown`; at
-    the latest the end of the program ends the engine.
+    Works from plain scripts (no main guard needed) and notebooks. Use it as a context manager, or call `shutdown`; the
+    end of the program ends the engine in any case.
 
     Args:
         model: a folder in Hugging Face form, a `.gguf` file, a hub id, or "default" (SmolLM2-135M-Instruct).

@@ -74,6 +74,12 @@ class RequestMetrics:
     last_token_latency: float | None = None
     num_generation_tokens: int = 0
 
+    @property
+    def time_per_token(self) -> float | None:
+        """Seconds a token after the first; None below two tokens."""
+        first, last, count = self.first_token_latency, self.last_token_latency, self.num_generation_tokens
+        return None if first is None or last is None or count < 2 else (last - first) / (count - 1)
+
 
 @dataclass(slots=True)
 class RequestOutput:

@@ -24,7 +24,6 @@ from wavecore.frontend.cli.generate import open_llm
 from wavecore.frontend.cli.parser import CommandParser
 from wavecore.frontend.cli.workload import WORKLOADS, WorkItem, open_work, percentile, random_work
 from wavecore.frontend.llm import LLM
-from wavecore.frontend.outputs import RequestOutput
 
 COUNTERS = (
     "steps",
@@ -145,16 +144,9 @@ def measure(llm: LLM, work: Sequence[WorkItem]) -> BenchReport:
         sum(len(o.prompt_token_ids) for o in outputs),
         sum(len(c.token_ids) for o in outputs for c in o.outputs),
         [o.metrics.first_token_latency or 0.0 for o in outputs],
-        [t for o in outputs if (t := _tpot(o)) is not None],
+        [t for o in outputs if (t := o.metrics.time_per_token) is not None],
         [_rise(old, new) for old, new in zip(before, llm.step_stats(), strict=False)],
     )
-
-
-def _tpot(output: RequestOutput) -> float | None:
-    metrics, tokens = output.metrics, output.metrics.num_generation_tokens
-    if tokens < 2 or metrics.first_token_latency is None or metrics.last_token_latency is None:
-        return None
-    return (metrics.last_token_latency - metrics.first_token_latency) / (tokens - 1)
 
 
 def _rise(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:

@@ -52,8 +52,7 @@ def _turn(llm: LLM, history: list[dict[str, Any]], line: str, values: Namespace)
     except WavecoreError as error:  # too long a conversation, say: the next line may do better
         print(f"{error}; /reset forgets the conversation", file=sys.stderr)
         return history
-    print(answer.summary, file=sys.stderr)
-    return [*asked, {"role": "assistant", "content": answer.text}]
+    return [*asked, {"role": "assistant", "content": answer}]
 
 
 def _ask() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -29,8 +28,7 @@ def run(args: Sequence[str]) -> int:
     with open_llm(values) as llm:
         chat = not values.raw and llm.get_tokenizer().chat_template is not None
         prompt = chat_prompt(llm, [*system_message(values), {"role": "user", "content": text}]) if chat else text
-        answer = stream_answer(llm, prompt, params)
-    print(answer.summary, file=sys.stderr)
+        stream_answer(llm, prompt, params)
     return 0
 
 
@@ -66,39 +64,19 @@ def chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> TokensPrompt:
     return {"prompt_token_ids": llm.get_tokenizer().render_chat(messages, ChatOptions())[1]}
 
 
-class Answer:
-    """A streamed answer: its text, and how fast it came."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.finish_reason: str | None = None
-        self._tokens = 0
-        self._started = time.monotonic()
-        self._first = self._last = self._started
-
-    def add(self, text: str, tokens: int) -> None:
-        self._last = time.monotonic()
-        if not self._tokens:
-            self._first = self._last
-        self._tokens += tokens
-        self.text += text
-
-    @property
-    def summary(self) -> str:
-        rate = (self._tokens - 1) / (self._last - self._first) if self._last > self._first else 0.0
-        return (
-            f"time to first token {self._first - self._started:.3f} s, then {rate:.1f} tokens/s "
-            f"({self._tokens} tokens, finish reason {self.finish_reason})"
-        )
-
-
-def stream_answer(llm: LLM, prompt: PromptType, params: SamplingParams) -> Answer:
-    """Print an answer as it comes."""
-    answer = Answer()
+def stream_answer(llm: LLM, prompt: PromptType, params: SamplingParams) -> str:
+    """Print an answer as it comes, then how fast it came. Returns its text."""
+    text = ""
     for output in llm.stream(prompt, params):
         choice = output.outputs[0]
-        answer.add(choice.text, len(choice.token_ids))
-        answer.finish_reason = choice.finish_reason
+        text += choice.text
         print(choice.text, end="", flush=True)
     print(flush=True)
-    return answer
+    metrics = output.metrics
+    rate = 1 / metrics.time_per_token if metrics.time_per_token else 0.0
+    print(
+        f"time to first token {metrics.first_token_latency or 0.0:.3f} s, then {rate:.1f} tokens/s "
+        f"({metrics.num_generation_tokens} tokens, finish reason {choice.finish_reason})",
+        file=sys.stderr,
+    )
+    return text

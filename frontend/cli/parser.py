@@ -84,7 +84,7 @@ class CommandParser:
             ConfigError: an unknown or malformed argument; says where it came from.
             NotSupportedError: a setting of vLLM that this engine lacks.
         """
-        _tell_typos()
+        _warn_of_typos()
         flags, words = self._split(args)
         if len(words) > len(self._words):
             raise ConfigError(f"{words[len(self._words)]!r:.80} is one argument too many; see --help")
@@ -125,7 +125,7 @@ class CommandParser:
                 words.append(word)
                 continue
             name, value = self._spell(word, rest)
-            if compat.asks_for_nothing(name, compat.plain(value or "")):
+            if compat.asks_for_nothing(name, compat.yaml_value(value or "")):
                 continue
             if name not in self._known:
                 known = [_flag(name) for name in self._known]
@@ -179,7 +179,7 @@ def _read_file(path: str) -> dict[str, Any]:
     return compat.read_settings(content or {}, f" in {path}", "; see --help")
 
 
-def _tell_typos() -> None:
+def _warn_of_typos() -> None:
     known = {ENVIRONMENT + name.upper() for name in SETTINGS} | {"WAVECORE_CACHE"}
     for name, value in os.environ.items():  # no error: Kubernetes makes up such names too
         if name.startswith(ENVIRONMENT) and value and name not in known:

@@ -1,4 +1,4 @@
-"""One output sequence as it arrives: tokens to text, stop strings, logprobs. Knows nothing of engines or threads."""
+"""One output sequence as it arrives: tokens to text, stop strings, logprobs. Its mailbox holds the lock."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Service:
         atexit.unregister(self.close)
 
     def close_when_dropped(self, owner: object) -> Callable[[], object]:
-        """Close when `owner` is collected, at the latest at exit.
+        """Close when `owner` is collected, or at exit if that comes first.
 
         Returns:
             What takes that back, for an owner that closes by itself.

@@ -1,4 +1,4 @@
-"""A chat template: messages to the text of a prompt. Knows no tokenizer; the sandbox it runs in is `template_sandbox`.
+"""A chat template: messages to the text of a prompt, made in the sandbox of `template_sandbox`.
 
 Follows transformers' dialect (`trim_blocks`, `lstrip_blocks`, `break`/`continue`, `{% generation %}`).
 """

@@ -2,7 +2,7 @@
 
 Byte-level BPE (Llama 3, Qwen, SmolLM, GPT-2) goes through a table of bytes; every other tokenizer through
 `tokenizers.DecodeStream`. Bytes of a character that is not complete yet are held back, so U+FFFD appears only for text
-that never completes. Knows no stop strings and no requests.
+that never completes. What ends a text is left to `stop_strings`.
 """
 
 from __future__ import annotations

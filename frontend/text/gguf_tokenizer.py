@@ -1,4 +1,4 @@
-"""A `tokenizers.Tokenizer` from the metadata of a GGUF file. Knows metadata, not tensors.
+"""A `tokenizers.Tokenizer` from the metadata of a GGUF file, which `api/gguf_file` reads.
 
 Two kinds: "gpt2" (byte-level BPE with its merges) and "llama" (SentencePiece BPE, merges rebuilt from the scores).
 """

@@ -1,4 +1,4 @@
-"""The text side of one model: encode, decode, chat template, detokenizers. Knows files' contents, not where they lie.
+"""The text side of one model: encode, decode, chat template, detokenizers; `tokenizer_files` finds it.
 
 No torch and no transformers in here: a `Tokenizer` wraps `tokenizers.Tokenizer`, whatever it was made from.
 """

@@ -15,6 +15,7 @@ from wavecore.frontend.client import in_flight
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.transport.errors import EngineDead, NumericalError, Overloaded, RequestError, RequestTimeout, StartError
 from wavecore.transport.io.client_pump import Failed
+from wavecore.transport.processes.deployment import Cause
 from wavecore.transport.wire.messages import Dead, FinishReason, Result
 
 STOP, LENGTH, ERROR = int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ERROR)
@@ -316,6 +317,30 @@ def test_restarted_engine_is_followed_to_a_new_address(world: World) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert world.pump.addresses[0] == ("tcp://127.0.0.1:5", "tcp://127.0.0.1:6")
+
+
+def test_the_deployment_is_read_only_while_an_engine_is_not_up(pair: World) -> None:
+    assert pair.client._watch._planned is None
+    pair.kill(1)
+    assert pair.client._watch._planned is not None
+    pair.pump.new_life(1)
+    deadline = time.monotonic() + 10
+    while pair.client._watch._planned is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_death_of_one_engine_is_seen_while_another_is_down(pair: World) -> None:
+    pair.kill(0)
+    mailbox = pair.submit()
+    [(index, add)] = pair.pump.adds()
+    pair.pump.step(index, [(add.handle, [5], 0)])
+    assert pair.notifier.wait(0) is mailbox
+    mailbox.take()
+    pair.pump.disconnect(1)  # the cause is written a moment later
+    pair.deployment.causes[pair.pump.epochs[1]] = Cause("signal", "engine 1 was killed by signal 11", signal=11)
+    assert pair.notifier.wait(5) is mailbox
+    assert "signal 11" in str(error_of(mailbox))
 
 
 def test_last_words_come_first(world: World) -> None:

@@ -15,10 +15,12 @@ from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.async_llm import AsyncLLM
 from wavecore.frontend.base import BaseLLM
-from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS
-from wavecore.frontend.client.offline import run_batch, stream_deltas
+from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS, OutputKind
+from wavecore.frontend.client.notifiers import ThreadNotifier
+from wavecore.frontend.client.offline import run_batch
+from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.client.utilities import attention_map, call_all, memory_table, write_heat_map
-from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput
+from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt, as_prompts
 from wavecore.frontend.text.messages import ChatOptions
 from wavecore.frontend.text.tokenizer import Tokenizer
@@ -138,7 +140,7 @@ class LLM(BaseLLM):
             priority=priority, timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout
         )
         request = self._service.prepare(as_prompt(prompt), sampling_params, options, resume=resume)
-        return stream_deltas(self, self._service, request)
+        return self._deltas(request)
 
     def embed(
         self,
@@ -204,6 +206,19 @@ class LLM(BaseLLM):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def _deltas(self, request: EngineRequest) -> Iterator[RequestOutput]:
+        notifier = ThreadNotifier()
+        mailbox = self._service.submit(request, notifier, OutputKind.DELTA)
+        try:
+            finished = False
+            while not finished:
+                notifier.wait()
+                for output in shown(mailbox.take()):
+                    finished = output.finished
+                    yield output
+        finally:
+            self._service.client.abort(mailbox)
 
     def _run(
         self,

@@ -141,3 +141,7 @@ class EmbeddingRequestOutput:
     outputs: EmbeddingOutput
     finished: bool = True
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
+
+    @classmethod
+    def of(cls, output: RequestOutput, embedding: npt.NDArray[np.float32]) -> EmbeddingRequestOutput:
+        return cls(output.request_id, output.prompt_token_ids, EmbeddingOutput(embedding), metrics=output.metrics)

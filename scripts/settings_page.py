@@ -6,7 +6,6 @@ usage: settings_page.py [--check]     --check only says whether the page is curr
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from dataclasses import fields
 from typing import get_args
@@ -14,6 +13,7 @@ from typing import get_args
 from documents import ROOT
 
 from wavecore.engine_core.api.config import EngineConfig
+from wavecore.frontend.cli.parser import setting_help
 
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """# Settings
@@ -35,19 +35,6 @@ A value that cannot work is refused by the setting's name, before anything is lo
 """
 
 
-def meanings() -> dict[str, str]:
-    """Setting -> what the docstring says of it; those that are told together have the same text."""
-    found: dict[str, str] = {}
-    names: list[str] = []
-    for line in inspect.cleandoc(EngineConfig.__doc__ or "").partition("Attributes:\n")[2].splitlines():
-        if start := re.fullmatch(r" {4}(\w+(?:, \w+)*): (.*)", line):
-            names = start[1].split(", ")
-            found |= dict.fromkeys(names, start[2])
-        elif line.strip():
-            found |= {name: f"{found[name]} {line.strip()}" for name in names}
-    return found
-
-
 def choices_of(name: str, told: str) -> str:
     """The values of a setting that has only a few, where its text does not name them all."""
     hints = inspect.get_annotations(EngineConfig, eval_str=True)
@@ -60,7 +47,7 @@ def default_of(value: object) -> str:
 
 
 def page() -> str:
-    told = meanings()
+    told = setting_help()
     names = [field.name for field in fields(EngineConfig)]
     if missing := [name for name in names if name not in told]:
         raise SystemExit(f"EngineConfig's docstring says nothing of {', '.join(missing)}")

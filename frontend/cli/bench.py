@@ -95,18 +95,11 @@ def run(args: Sequence[str]) -> int:
     parser.option("output_json", str, "", "file for the figures")
     values = parser.parse(args[1:])
     with open_llm(values) as llm:
-        work = (
-            open_work(values.workload)
-            if values.workload
-            else random_work(
-                values.num_prompts,
-                values.input_len,
-                values.output_len,
-                values.range_ratio,
-                llm.vocab_size,
-                values.workload_seed,
-            )
-        )
+        if values.workload:
+            work = open_work(values.workload)
+        else:
+            sizes = values.num_prompts, values.input_len, values.output_len, values.range_ratio
+            work = random_work(*sizes, llm.vocab_size, values.workload_seed)
         warm_up(llm, work)
         report = min((measure(llm, work) for _ in range(max(1, values.repeats))), key=lambda r: r.seconds)
     print("\n".join(report.lines()))

@@ -58,7 +58,7 @@ class CommandParser:
         self.option("print_config", bool, False, "print all settings as YAML, and end")
         self.option("help", bool, False, "print this, and end")
         group = self._parser.add_argument_group("settings of the engine, each with its variable in the environment")
-        abouts = _setting_help()
+        abouts = setting_help()
         for setting, kind in get_type_hints(EngineConfig).items():
             variable = f"{ENVIRONMENT}{setting.upper()}, default: {SETTINGS[setting]}"
             self._add(
@@ -73,9 +73,10 @@ class CommandParser:
         self._known.add(name)
         if kind is bool:
             self._switches.add(name)
-        choices = OPPOSITE if kind is bool else get_args(kind) if get_origin(kind) is Literal else ()
-        metavar = f"{{{','.join(choices)}}}" if choices else None
-        group.add_argument(_flag(name), type=read, default=default, metavar=metavar, help=about)
+        metavar = "[true|false]" if kind is bool else None
+        if get_origin(kind) is Literal:
+            metavar = "|".join(get_args(kind))
+        group.add_argument(_flag(name), type=read, default=default, metavar=metavar, help=about.replace("%", "%%"))
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Values of all options; ends the program after --help and --print_config.
@@ -191,11 +192,11 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _setting_help() -> dict[str, str]:
+def setting_help() -> dict[str, str]:
     """Setting -> its lines in EngineConfig's docstring."""
     found: dict[str, str] = {}
     for names, text in re.findall(r"^ {8}(\w[\w, ]*): (.+(?:\n {12}.+)*)", EngineConfig.__doc__ or "", re.MULTILINE):
-        found |= dict.fromkeys(names.split(", "), " ".join(text.split()).replace("%", "%%"))
+        found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import cast
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.outputs import CompletionOutput, FinishName, PositionLogprobs
@@ -14,14 +15,6 @@ from wavecore.transport.wire.messages import FinishReason
 
 logger = logging.getLogger(__name__)
 
-FINISH_NAMES: dict[FinishReason, FinishName] = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.ABORT: "abort",
-    FinishReason.ERROR: "error",
-    FinishReason.TIMEOUT: "timeout",
-}
-
 
 class Choice:
     """Collects what arrives until `take`.
@@ -31,8 +24,7 @@ class Choice:
         keep_all: `take` gives all so far instead of what is new.
 
     Attributes:
-        num_tokens: tokens so far.
-        emitted: all of them.
+        emitted: all tokens so far.
         finish: None while it runs.
     """
 
@@ -54,10 +46,6 @@ class Choice:
         self._logprobs: list[PositionLogprobs] | None = [] if params.logprobs is not None else None
         self._cumulative: float | None = 0.0 if params.logprobs is not None else None
         self._told = False
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.emitted)
 
     @property
     def has_news(self) -> bool:
@@ -88,7 +76,7 @@ class Choice:
                     self.finish, self.stop_reason = "stop", self._stops.found
                     return
         if finish != FinishReason.NONE:
-            self.end(FINISH_NAMES[finish], reason)
+            self.end(cast(FinishName, finish.name.lower()), reason)
 
     def end(self, finish: FinishName, stop_reason: int | str | None = None, error: WavecoreError | None = None) -> None:
         """Finish; what was held back is shown by the last `take`."""
@@ -133,7 +121,7 @@ class Choice:
     def _read(self, tokens: Sequence[int], detokenizer: Detokenizer, stops: StopStrings) -> None:
         text = detokenizer.feed(tokens)
         # Text of the first min_tokens tokens is no place for a stop.
-        self._text.append(stops.feed(text) if self.num_tokens > self._min_tokens else text)
+        self._text.append(stops.feed(text) if len(self.emitted) > self._min_tokens else text)
 
     def _render(self) -> None:
         """Text of tokens that wait for a reader: without stop strings they become text only when somebody reads."""

@@ -20,7 +20,6 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.choice import Choice
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.outputs import (
-    EmbeddingOutput,
     EmbeddingRequestOutput,
     FinishName,
     PositionLogprobs,
@@ -190,8 +189,7 @@ class Mailbox:
         if self._embedding is None:
             ended = output.outputs[0].finish_reason
             raise RequestError(f"request {output.request_id} ended ({ended}) without an embedding")
-        vector = EmbeddingOutput(self._embedding)
-        return EmbeddingRequestOutput(output.request_id, output.prompt_token_ids, vector, metrics=output.metrics)
+        return EmbeddingRequestOutput.of(output, self._embedding)
 
     @property
     def _finished(self) -> bool:

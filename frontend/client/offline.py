@@ -1,17 +1,17 @@
-"""Offline generation: a plain thread that waits for a whole batch of requests, or for the deltas of one."""
+"""Offline generation: a whole batch of requests, sent no faster than the engine's queue takes them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.client.service import Service
-from wavecore.frontend.outputs import RequestOutput, shown
+from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.progress_bars import BatchBar
 from wavecore.transport.errors import EngineDead, Overloaded
 
@@ -95,26 +95,3 @@ class _Batch:
         self._waiting.appendleft(index)
         self._max_running = max(1, len(self.running))
         self._pause_until = time.monotonic() + PAUSE_SECONDS
-
-
-def stream_deltas(
-    owner: object,  # noqa: ARG001 - held by the generator
-    service: Service,
-    request: EngineRequest,
-) -> Iterator[RequestOutput]:
-    """The deltas of one request, which is sent when the first is asked for; leaving the loop aborts it.
-
-    Args:
-        owner: kept alive as long as the stream is; its engine ends with it.
-    """
-    notifier = ThreadNotifier()
-    mailbox = service.submit(request, notifier, OutputKind.DELTA)
-    try:
-        finished = False
-        while not finished:
-            notifier.wait()
-            for output in shown(mailbox.take()):
-                finished = output.finished
-                yield output
-    finally:
-        service.client.abort(mailbox)

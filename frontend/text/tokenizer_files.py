@@ -16,15 +16,10 @@ from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import ModelError
 
 MAX_FILE = 256 << 20
-# generation_config.json's name -> SamplingParams'
-GENERATION_DEFAULTS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+# What is taken of generation_config.json; "max_new_tokens" is SamplingParams' "max_tokens"
+GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+# A named token -> its name in a GGUF file's metadata
+NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -58,7 +53,9 @@ def generation_defaults(path: str | Path) -> dict[str, Any]:
     """The sampling defaults that a model's authors recommend (generation_config.json), as SamplingParams' fields."""
     folder = Path(path)
     values = _read_json(folder / "generation_config.json") if folder.is_dir() else {}
-    found = {ours: values[theirs] for theirs, ours in GENERATION_DEFAULTS.items() if values.get(theirs) is not None}
+    found = {name: values[name] for name in GENERATION_DEFAULTS if values.get(name) is not None}
+    if "max_new_tokens" in found:
+        found["max_tokens"] = found.pop("max_new_tokens")
     return found if values.get("do_sample", True) else {**found, "temperature": 0.0}
 
 
@@ -67,15 +64,10 @@ def _from_gguf(path: Path) -> Tokenizer:
     backend = tokenizer_from_gguf(str(path), metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     named = {}
-    for ours, theirs in {
-        "bos_token": "bos",
-        "eos_token": "eos",
-        "unk_token": "unknown",
-        "pad_token": "padding",
-    }.items():
+    for name, theirs in NAMED_TOKENS.items():
         index = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
         if type(index) is int and 0 <= index < len(tokens):
-            named[ours] = tokens[index]
+            named[name] = tokens[index]
     source = metadata.get("tokenizer.chat_template")
     return Tokenizer(backend, str(path), ChatTemplate(source, str(path)) if isinstance(source, str) else None, named)
 
@@ -116,7 +108,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     named = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+    for name in NAMED_TOKENS:
         value = config.get(name)
         text = value.get("content") if isinstance(value, Mapping) else value
         if isinstance(text, str):

@@ -10,12 +10,12 @@ BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `reference.silu_mul`; gate_up is contiguous."""
+    """See `reference.layers.silu_mul`; gate_up is contiguous."""
     return _launch(gate_up, gelu=False)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """See `reference.gelu_tanh_mul`; gate_up is contiguous."""
+    """See `reference.layers.gelu_tanh_mul`; gate_up is contiguous."""
     return _launch(gate_up, gelu=True)
 
 
@@ -30,6 +30,7 @@ def _launch(gate_up: Tensor, gelu: bool) -> Tensor:
 
 @triton.jit
 def _gated(gate_up_ptr, out_ptr, inner, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """A program (token, part of BLOCK places) writes out[token, d], d being the places, `inner` of them in all."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < inner

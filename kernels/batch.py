@@ -1,4 +1,4 @@
-"""The device tensors of one step that every layer reads. Knows no request and no slot.
+"""The device tensors of one step: its rows as the host plans them, and the batch that every layer reads.
 
 rows        r0      r1          r2                 a row is one sequence's share of the step
 tokens      t0      t1 t2 t3    t4 t5    x  x      x = padding up to the bucket

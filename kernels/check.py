@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from wavecore.kernels.examples import EXAMPLES
-from wavecore.kernels.reference import layers
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Largest difference allowed, relative to the twin's largest magnitude."""
@@ -21,32 +20,32 @@ class DidNotRun(ValueError):
     """The function raised, so nothing is known of its results: it may be for another device."""
 
 
-def check_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:
-    """Compare fn with the twin of `name` on a small example of `like`'s dtype and device.
+def check_op(name: str, fn: Callable[..., Any], twin: Callable[..., Any], like: Tensor) -> None:
+    """Compare fn with the twin of operation `name` on a small example of `like`'s dtype and device.
 
     Raises:
         ValueError: a result or a changed argument differs.
         DidNotRun: fn raised.
     """
     try:
-        complaint = compare(name, fn, EXAMPLES[name](like))
+        complaint = compare(fn, twin, EXAMPLES[name](like))
     except DidNotRun as error:
         raise DidNotRun(f"{name}: with {like.dtype} on {like.device} {error}") from error.__cause__
     if complaint is not None:
         raise ValueError(
-            f"{name}: the function does not do what wavecore.kernels.reference.layers.{name} does with {like.dtype} on "
+            f"{name}: the function does not do what {twin.__module__}.{name} does with {like.dtype} on "
             f"{like.device}: {complaint}"
         )
 
 
-def compare(name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
+def compare(fn: Callable[..., Any], twin: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
     """Run fn and the twin on copies of args; None if they agree, else what differs.
 
     Raises:
         DidNotRun: fn raised.
     """
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
-    expected = getattr(layers, name)(*ours)
+    expected = twin(*ours)
     try:
         result = fn(*theirs)
     except Exception as error:

@@ -10,7 +10,7 @@ BLOCK = 8192
 
 
 def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
-    """See `reference.copy_blocks`."""
+    """See `reference.layers.copy_blocks`."""
     assert kv_cache.is_contiguous() and pairs.is_contiguous() and pairs.shape[1] == 2
     size = kv_cache[0].numel()
     if len(pairs):
@@ -19,6 +19,7 @@ def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
 
 @triton.jit
 def _copy_pages(cache_ptr, pairs_ptr, size, BLOCK: tl.constexpr):
+    """A program (pair, part of BLOCK places) copies its part of one KV block; `size` numbers are in a KV block."""
     parts = tl.cdiv(size, BLOCK)
     pair = tl.program_id(0) // parts  # one axis: either number can be above the 65,535 of the others
     part = (tl.program_id(0) % parts).to(tl.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,9 +26,6 @@ def step_rows(
 ) -> StepRows:
     """Row r of the step is slot r; decode rows must come first."""
     rows, tokens = len(query_lens), sum(query_lens)
-    query_start = [0]
-    for n in query_lens:
-        query_start.append(query_start[-1] + n)
     starts = [s - q for s, q in zip(seq_lens, query_lens, strict=True)]
 
     def column(values: list[int]) -> Tensor:
@@ -36,7 +34,7 @@ def step_rows(
     return StepRows(
         slots=column([*range(rows)] + [-1] * pad_rows),
         starts=column(starts + [0] * pad_rows),
-        query_start=column(query_start + [tokens] * pad_rows),
+        query_start=column([*accumulate(query_lens, initial=0)] + [tokens] * pad_rows),
         num_decode_rows=sum(n == 1 for n in query_lens),
         max_query_len=max(query_lens),
         bucket_tokens=tokens + pad_tokens,
@@ -48,10 +46,8 @@ def tables(seq_lens: Sequence[int], block_size: int, device: torch.device | str)
     blocks = [-(-n // block_size) for n in seq_lens]
     order = torch.randperm(sum(blocks)) + 1
     table = torch.zeros(len(seq_lens), max(*blocks, 1) + 1, dtype=torch.int32)
-    done = 0
-    for row, n in enumerate(blocks):
-        table[row, :n] = order[done : done + n]
-        done += n
+    for row, part in enumerate(torch.split(order, blocks)):
+        table[row, : len(part)] = part
     tokens = torch.randint(0, 1000, (len(seq_lens), max(*seq_lens, 1) + 1), dtype=torch.int32)
     return tokens.to(device), table.to(device), sum(blocks) + 1
 
@@ -73,8 +69,7 @@ def make_batch(
 
 def make_kv_cache(num_blocks: int, layers: int, kv_heads: int, block_size: int, dim: int, like: Tensor) -> Tensor:
     """Random keys and values of `like`'s dtype and device; block 0 is zero."""
-    shape = (num_blocks, layers, 2, kv_heads, block_size, dim)
-    kv_cache = torch.randn(shape, dtype=torch.float32, device=like.device).to(like.dtype)
+    kv_cache = _randn((num_blocks, layers, 2, kv_heads, block_size, dim), like)
     kv_cache[0] = 0
     return kv_cache
 

@@ -24,7 +24,7 @@ def qk_norm_rope_kv_write(
     num_kv_heads: int,
     weight_offset: float = 0.0,
 ) -> Tensor:
-    """See `reference.qk_norm_rope_kv_write`; qkv, cos_sin and kv_cache are contiguous."""
+    """See `reference.layers.qk_norm_rope_kv_write`; qkv, cos_sin and kv_cache are contiguous."""
     tokens = qkv.shape[0]
     _, num_layers, _, kv_heads, block_size, dim = kv_cache.shape
     heads = num_heads + 2 * num_kv_heads
@@ -82,6 +82,12 @@ def _norm_rope_write(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """A program (token, BLOCK_H of its heads) handles values x [BLOCK_H, BLOCK_D].
+
+    head [BLOCK_H, 1]     counts the heads as they lie in qkv: HQ of queries, then HKV of keys, then HKV of values
+    d [1, BLOCK_D]        place in a head, DIM of them real
+    partner [1, BLOCK_D]  the place that d is rotated with; y are the values there
+    """
     token = tl.program_id(0).to(tl.int64)
     kv_slot = tl.load(kv_slots_ptr + token)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]

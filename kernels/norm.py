@@ -11,7 +11,7 @@ from torch import Tensor
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.add_rms_norm`; x and residual are contiguous."""
+    """See `reference.layers.add_rms_norm`; x and residual are contiguous."""
     tokens, hidden = x.shape
     assert x.is_contiguous() and weight.shape == (hidden,)
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
@@ -48,6 +48,7 @@ def _add_rms_norm(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """A program (token) handles the whole vector; d [BLOCK] are its places, `hidden` of them real."""
     base = tl.program_id(0).to(tl.int64) * hidden
     d = tl.arange(0, BLOCK)
     inside = d < hidden

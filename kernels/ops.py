@@ -12,32 +12,46 @@ from typing import Any
 from torch import Tensor
 
 from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
-from wavecore.kernels.reference import layers
 from wavecore.kernels.sampling.rows import SamplingRows
 
-KERNEL_FILES = {
-    "prepare_batch": "prepare",
-    "add_rms_norm": "norm",
-    "qk_norm_rope_kv_write": "kv_write",
-    "paged_attention": "attention.paged",
-    "silu_mul": "activation",
-    "gelu_tanh_mul": "activation",
-    "sample": "sampling.sample",
-    "copy_blocks": "copies",
+OPERATIONS = {
+    "prepare_batch": ("prepare", "reference.layers"),
+    "add_rms_norm": ("norm", "reference.layers"),
+    "qk_norm_rope_kv_write": ("kv_write", "reference.layers"),
+    "paged_attention": ("attention.paged", "reference.attention"),
+    "silu_mul": ("activation", "reference.layers"),
+    "gelu_tanh_mul": ("activation", "reference.layers"),
+    "sample": ("sampling.sample", "reference.sampling"),
+    "copy_blocks": ("copies", "reference.layers"),
 }
-"""Operation to the file of its Triton kernel. The twin is `reference.<operation>`."""
+"""Operation to the modules of `wavecore.kernels` that hold its Triton kernel and its torch twin, under its name."""
 
 _chosen: dict[tuple[str, str], Callable[..., Any]] = {}
 _custom: dict[str, Callable[..., Any]] = {}
+
+
+def kernel_of(name: str) -> Callable[..., Any]:
+    """The function that launches an operation's Triton kernel."""
+    return _function(OPERATIONS[name][0], name)
+
+
+def twin_of(name: str) -> Callable[..., Any]:
+    """The torch twin of an operation."""
+    return _function(OPERATIONS[name][1], name)
+
+
+def _function(module: str, name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(import_module(f"wavecore.kernels.{module}"), name)
+    return found
 
 
 def register_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:
     """Replace an operation in this process, on every device.
 
     Args:
-        name: one of `KERNEL_FILES`.
-        fn: takes the arguments of the twin `wavecore.kernels.reference.layers.<name>`. It is tried at once on small
-            random inputs.
+        name: one of `OPERATIONS`.
+        fn: takes the arguments of the twin, which has the operation's name in the module that `OPERATIONS` gives, for
+            instance `wavecore.kernels.reference.layers.silu_mul`. It is tried at once on small random inputs.
         like: an empty tensor with the dtype and the device of these inputs: where fn will be used.
 
     Raises:
@@ -47,9 +61,9 @@ def register_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:
     """
     from wavecore.kernels.check import check_op
 
-    if name not in KERNEL_FILES:
-        raise ValueError(f"there is no operation {name!r}; the names are {', '.join(KERNEL_FILES)}")
-    check_op(name, fn, like)
+    if name not in OPERATIONS:
+        raise ValueError(f"there is no operation {name!r}; the names are {', '.join(OPERATIONS)}")
+    check_op(name, fn, twin_of(name), like)
     _custom[name] = fn
     _chosen.clear()
 
@@ -57,12 +71,8 @@ def register_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:
 def _pick(name: str, tensor: Tensor) -> Callable[..., Any]:
     key = (name, tensor.device.type)
     if key not in _chosen:
-        if name in _custom:
-            _chosen[key] = _custom[name]
-        elif tensor.is_cuda:
-            _chosen[key] = getattr(import_module(f"wavecore.kernels.{KERNEL_FILES[name]}"), name)
-        else:
-            _chosen[key] = getattr(layers, name)
+        load = kernel_of if tensor.is_cuda else twin_of
+        _chosen[key] = _custom[name] if name in _custom else load(name)
     return _chosen[key]
 
 

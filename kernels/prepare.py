@@ -14,7 +14,7 @@ BLOCK = 256
 def prepare_batch(
     rows: StepRows, token_table: Tensor, block_table: Tensor, block_size: int, buffers: BatchBuffers
 ) -> Batch:
-    """See `reference.prepare_batch`."""
+    """See `reference.layers.prepare_batch`."""
     count, tokens, width = len(rows.slots), rows.bucket_tokens, block_table.shape[1]
     assert token_table.stride(1) == 1 and block_table.stride(1) == 1
     assert width <= buffers.block_tables.shape[1]
@@ -67,6 +67,10 @@ def _prepare(
     KV_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The first `token_programs` programs take BLOCK tokens each and find their rows; the others take one row each.
+
+    slot indexes the tables of the engine (a request's row in them), row those of the batch.
+    """
     program = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     if program < token_programs:
@@ -102,5 +106,5 @@ def _prepare(
         for first in range(0, blocks, BLOCK):
             column = first + lane
             used = column < blocks
-            kv_cache = tl.load(block_table_ptr + row_slot * block_stride + column, mask=used, other=0)
-            tl.store(row_tables_ptr + row.to(tl.int64) * row_stride + column, kv_cache, mask=used)
+            entries = tl.load(block_table_ptr + row_slot * block_stride + column, mask=used, other=0)
+            tl.store(row_tables_ptr + row.to(tl.int64) * row_stride + column, entries, mask=used)

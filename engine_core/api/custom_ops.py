@@ -22,8 +22,9 @@ def register_op(name: str, fn: Callable[..., Any]) -> None:
     Args:
         name: an operation of `wavecore.kernels.ops`.
         fn: a function of a module (not of the main script, which an engine cannot import); arguments and results as
-            `wavecore.kernels.reference.layers.<name>`. It is tried against that twin: here at once, in float32 on the
-            CPU unless it runs on GPUs only, and by each engine on its own device and in its own dtype.
+            those of its torch twin, the function of that name in `layers`, `attention` or `sampling` of
+            `wavecore.kernels.reference`. It is tried against that twin: here at once, in float32 on the CPU unless it
+            runs on GPUs only, and by each engine on its own device and in its own dtype.
 
     Raises:
         ConfigError: an engine process could not import `fn`.

@@ -1,6 +1,6 @@
 """Split-KV attention for rows with one query token, balanced over the GPU whatever the mix of lengths.
 
-A program walks over the rows in its range of the step's tiles (`attention_ranges`), for one key head and the whole
+A program walks over the rows in its range of the step's tiles (see `ranges`), for one KV head and the whole
 group of query heads that share it, packed into the rows of the matrix product. A row inside one range is written at
 once; a row cut by a border leaves float32 partials, at most two a program, which a second kernel merges.
 """
@@ -123,6 +123,15 @@ def _decode(
     TILE: tl.constexpr,
     ROW_COST: tl.constexpr,
 ):
+    """A program (range of tiles, KV head) attends with one query token of each row that has tiles in its range.
+
+    at, tile                   places in the list of all rows' tiles
+    g [BLOCK_G]                query heads of the group, GROUP of them real
+    d [BLOCK_D]                place in a head, DIM of them real
+    key [TILE]                 positions of a tile of keys; k, v are [TILE, BLOCK_D]
+    q, acc [BLOCK_G, BLOCK_D]  queries, and the sum of values so far, weighted
+    peak, total [BLOCK_G]      largest score so far, and the sum of weights
+    """
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     size = tl.load(size_ptr)
@@ -172,8 +181,8 @@ def _decode(
             if (at == row_begin) & (stop == row_end):
                 tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=here)
             else:
-                slot = 2 * program + (at > range_begin).to(tl.int32)
-                partial = slot.to(tl.int64) * HQ + head
+                piece = 2 * program + (at > range_begin).to(tl.int32)
+                partial = piece.to(tl.int64) * HQ + head
                 tl.store(partial_ptr + (partial * DIM)[:, None] + d[None, :], acc, mask=here)
                 tl.store(weight_log_ptr + partial, peak + tl.log2(total), mask=g < GROUP)
         at = tl.maximum(range_begin, row_end)
@@ -197,6 +206,13 @@ def _merge(
     BLOCK_P: tl.constexpr,
     ROW_COST: tl.constexpr,
 ):
+    """A program (index, query head) merges the partial results of row `index`.
+
+    Where ZERO_PADDING, it also zeroes token `index`, if that is padding.
+
+    program [BLOCK_P]        those of `_decode` that hold a part of the row
+    part [BLOCK_P, BLOCK_D]  what they left, each of the weight that its weight_log tells
+    """
     index = tl.program_id(0)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
@@ -222,8 +238,8 @@ def _merge(
     for start in range(first, last + 1, BLOCK_P):
         program = start + tl.arange(0, BLOCK_P)
         there = program <= last
-        slot = 2 * program + (begin > program * size).to(tl.int32)  # only the first range can begin with another row
-        place = slot.to(tl.int64) * HQ + head
+        piece = 2 * program + (begin > program * size).to(tl.int32)  # only the first range can begin with another row
+        place = piece.to(tl.int64) * HQ + head
         weight_log = tl.load(weight_log_ptr + place, mask=there, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(weight_log))
         weight = tl.exp2(weight_log - new_peak)

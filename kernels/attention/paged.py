@@ -14,15 +14,9 @@ from wavecore.kernels.batch import Batch
 
 
 def paged_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    layer: int,
-    batch: Batch,
-    scale: float,
-    soft_cap: float = 0.0,
-    window: int = 0,
+    q: Tensor, kv_cache: Tensor, layer: int, batch: Batch, scale: float, soft_cap: float = 0.0, window: int = 0
 ) -> Tensor:
-    """See `reference.paged_attention`; q and kv_cache are contiguous."""
+    """See `reference.attention.paged_attention`; q and kv_cache are contiguous."""
     tokens, heads, dim = q.shape
     assert q.is_contiguous() and kv_cache.is_contiguous() and batch.block_tables.stride(1) == 1
     assert dim == kv_cache.shape[5] and heads % kv_cache.shape[3] == 0

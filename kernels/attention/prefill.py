@@ -1,6 +1,6 @@
 """Causal attention for rows with several query tokens, over their blocks.
 
-A program handles BLOCK_M = (query tokens) x (query heads of one key head) rows of the matrix product. Row r's
+A program handles BLOCK_M = (query tokens) x (query heads of one KV head) rows of the matrix product. Row r's
 programs start at query_start[r] // tokens_per_program + r: an upper bound that needs no map and no host lengths.
 """
 
@@ -83,7 +83,15 @@ def _prefill(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Later blocks of a row see more keys: start them first, so that the last programs to start are short.
+    """A program (tile of queries, KV head) attends with BLOCK_Q query tokens of one row; spare ones zero the padding.
+
+    m [BLOCK_M]                rows of the matrix product: of query token `query` of the tile, query head `head`
+    d [BLOCK_D]                place in a head, DIM of them real
+    key [BLOCK_N]              positions of a tile of keys; k, v are [BLOCK_N, BLOCK_D]
+    q, acc [BLOCK_M, BLOCK_D]  queries, and the sum of values so far, weighted
+    peak, total [BLOCK_M]      largest score so far, and the sum of weights
+    """
+    # Later tiles of a row see more keys: start them first, so that the last programs to start are short.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     GROUP: tl.constexpr = HQ // HKV
@@ -154,6 +162,6 @@ def _prefill(
         acc, peak, total = softmax_step(
             q, k, v, acc, peak, total, visible & seen[None, :], scale, soft_cap, HAS_CAP, True, GUARD=WINDOW > 0
         )
-    # padding rows of a window's block can be left without any key
+    # where there is a window, padding rows of the tile can be left without any key
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=here)

@@ -95,6 +95,7 @@ def _map_ranges(
     ROW_COST: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
+    """One program makes the map, BLOCK_R rows at a time: first the length of the list, then where each range begins."""
     total = 0
     for start in range(0, num_rows, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)

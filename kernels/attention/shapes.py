@@ -1,4 +1,4 @@
-"""Block sizes of the attention kernels, and what they cannot hold. Knows sizes of a model, no tensors."""
+"""Tile sizes of the attention kernels by the sizes of a model, and what they cannot hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 32
 """Query heads that share a KV head; they are rows of one matrix product."""
 LEAST_SHARED_MEMORY = 99 << 10
-"""Bytes a program: consumer GPUs have them from Ampere (compute capability 8.6) on; the largest block takes 96 KiB."""
+"""Bytes a program: consumer GPUs have them from Ampere (compute capability 8.6) on; the largest tile takes 96 KiB."""
 LEAST_BLOCK_D = 16
 """Smaller heads are padded: matrix units multiply at least 16 values at once."""
 

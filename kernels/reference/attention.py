@@ -1,4 +1,4 @@
-"""Torch twin of paged attention. Decode rows run as one batch; prefill rows one by one (there are few)."""
+"""Torch twin of paged attention. Decode rows run as one batch; prefill rows one by one, since there are few."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from wavecore.kernels.batch import Batch
 
 
 def paged_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    layer: int,
-    batch: Batch,
-    scale: float,
-    soft_cap: float = 0.0,
-    window: int = 0,
+    q: Tensor, kv_cache: Tensor, layer: int, batch: Batch, scale: float, soft_cap: float = 0.0, window: int = 0
 ) -> Tensor:
     """Causal attention of each row's query tokens over its blocks, where their own keys already lie.
 
@@ -120,8 +114,7 @@ def _plan_decode(tables: Tensor, lens: list[int], kv_cache: Tensor, window: int)
     visible = ~behind & (key >= (first_key - first_block * block_size)[:, None])
     tail = None
     if bool(behind[:, :width].any()):
-        rows = behind[None, :, None].expand(2, -1, kv_heads, -1).flatten()
-        tail = rows.nonzero().flatten()
+        tail = behind[None, :, None].expand(2, -1, kv_heads, -1).flatten().nonzero().flatten()
     mask = visible[:, None, None, :width]
     return _Decode(
         rows=len(lens),

@@ -1,6 +1,6 @@
-"""Torch twins of the kernels: the oracle in tests and the path on a CPU. Same names and signatures as the kernels.
+"""Torch twins of every kernel but attention and sampling. Same names and signatures as the kernels.
 
-Attention and sampling have files of their own; this one re-exports them, so that `reference` holds every twin.
+A twin is the oracle in tests and the path on a CPU; attention's and sampling's have files of their own.
 """
 
 from __future__ import annotations
@@ -10,19 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
-from wavecore.kernels.reference.attention import paged_attention
-from wavecore.kernels.reference.sampling import sample
-
-__all__ = [
-    "add_rms_norm",
-    "copy_blocks",
-    "gelu_tanh_mul",
-    "paged_attention",
-    "prepare_batch",
-    "qk_norm_rope_kv_write",
-    "sample",
-    "silu_mul",
-]
 
 
 def prepare_batch(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecore.kernels.sampling.rows import SEEN_IN_PROMPT, SamplingRows
+from wavecore.kernels.sampling.rows import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, SEEN_IN_PROMPT, SamplingRows
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below it are greedy: dividing by them could overflow."""
-GOLDEN, MIX_1, MIX_2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # 2**32 / phi, and the two factors of MurmurHash3's fmix32
 FEW = 1024
+_GOLDEN, _MIX_1, _MIX_2 = (factor - (1 << 32) for factor in (GOLDEN, MIX_1, MIX_2))  # as int32
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
@@ -39,14 +37,12 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     bad = ~torch.isfinite(top)  # amax passes NaN on
     temperature = rows.temperature[slots]
     hot = (temperature >= GREEDY_BELOW).nonzero().flatten()
-    if len(hot):
-        if len(hot) < len(x):
-            drawn = x.argmax(-1)
-            drawn[hot] = _draw(x[hot], rows, slots[hot], positions[hot])
-        else:
-            drawn = _draw(x, rows, slots, positions)
+    if 0 < len(hot) == len(x):
+        drawn = _draw(x, rows, slots, positions)
     else:
         drawn = x.argmax(-1)
+        if len(hot):
+            drawn[hot] = _draw(x[hot], rows, slots[hot], positions[hot])
     tokens = torch.full((len(logits),), -1, dtype=torch.int32, device=logits.device)
     faults = torch.zeros(len(logits), dtype=torch.uint8, device=logits.device)
     tokens[live] = drawn.int()
@@ -113,20 +109,20 @@ def _truncate(x: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     vocab = x.shape[1]
     use_k, use_p = (top_k > 0) & (top_k < vocab), top_p < 1
     peak = x.amax(-1, keepdim=True)
-    floor = torch.where(min_p > 0, peak[:, 0] + torch.log(min_p), -torch.inf)
+    cutoff = torch.where(min_p > 0, peak[:, 0] + torch.log(min_p), -torch.inf)
     if bool((use_k | use_p).any()):
         # A full sort is what costs here, and the largest few logits are nearly always enough.
         few = min(vocab, max(FEW, int(torch.where(use_k, top_k, 0).max())))
         for width in (few, vocab):
             best = x.topk(width).values if width < vocab else x.sort(-1, descending=True).values
-            floor_k = torch.where(use_k, _at(best, top_k - 1), -torch.inf).maximum(floor)
-            need = top_p * torch.exp(x - peak).masked_fill_(x < floor_k[:, None], 0.0).sum(-1)
-            mass = torch.exp(best - peak).masked_fill_(best < floor_k[:, None], 0.0).cumsum(-1)
+            cutoff_k = torch.where(use_k, _at(best, top_k - 1), -torch.inf).maximum(cutoff)
+            need = top_p * torch.exp(x - peak).masked_fill_(x < cutoff_k[:, None], 0.0).sum(-1)
+            mass = torch.exp(best - peak).masked_fill_(best < cutoff_k[:, None], 0.0).cumsum(-1)
             if width == vocab or bool((~use_p | (mass[:, -1] >= need)).all()):
                 break
         nucleus = (mass < need[:, None]).sum(-1)  # index of the token whose mass reaches top_p
-        floor = torch.where(use_p, _at(best, nucleus), -torch.inf).maximum(floor_k)
-    return x.masked_fill(x < floor[:, None], -torch.inf)
+        cutoff = torch.where(use_p, _at(best, nucleus), -torch.inf).maximum(cutoff_k)
+    return x.masked_fill(x < cutoff[:, None], -torch.inf)
 
 
 def _at(values: Tensor, column: Tensor) -> Tensor:
@@ -136,14 +132,13 @@ def _at(values: Tensor, column: Tensor) -> Tensor:
 
 def gumbel(seed: Tensor, choice: Tensor, position: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise, float32 [N, vocab], from int64 seeds and int32 choices and positions [N]."""
-    low = _fmix32((seed & 0xFFFFFFFF) ^ _fmix32((choice.long() + 1) * GOLDEN))
-    high = _fmix32(((seed >> 32) & 0xFFFFFFFF) ^ _fmix32((position.long() + 1) * MIX_1))
-    key_1 = _fmix32(low ^ (high * GOLDEN))
-    key_2 = _fmix32(high ^ (low * MIX_2))
+    low = _fmix32(seed.int() ^ _fmix32((choice + 1) * _GOLDEN))
+    high = _fmix32((seed >> 32).int() ^ _fmix32((position + 1) * _MIX_1))
+    key_1 = _fmix32(low ^ (high * _GOLDEN))
+    key_2 = _fmix32(high ^ (low * _MIX_2))
     token = torch.arange(vocab, dtype=torch.int32, device=seed.device)
-    bits = _fmix32_int32(token * _signed(GOLDEN) ^ key_1.int()[:, None])
-    bits = _fmix32_int32(bits ^ key_2.int()[:, None])
-    return gumbel_of_bits(bits)
+    bits = _fmix32(token * _GOLDEN ^ key_1[:, None])
+    return gumbel_of_bits(_fmix32(bits ^ key_2[:, None]))
 
 
 def gumbel_of_bits(bits: Tensor) -> Tensor:
@@ -153,20 +148,8 @@ def gumbel_of_bits(bits: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-v))
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 32) if value >= 1 << 31 else value
-
-
 def _fmix32(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser on int64 that holds uint32 values in its low half."""
-    x = x & 0xFFFFFFFF
-    x = ((x ^ (x >> 16)) * MIX_1) & 0xFFFFFFFF
-    x = ((x ^ (x >> 13)) * MIX_2) & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
-def _fmix32_int32(x: Tensor) -> Tensor:
-    """The same on int32, whose products wrap; masks make the arithmetic shifts logical."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(MIX_1)
-    x = (x ^ ((x >> 13) & 0x7FFFF)) * _signed(MIX_2)
+    """MurmurHash3's 32-bit finaliser on int32, whose products wrap; masks make the arithmetic shifts logical."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _MIX_1
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * _MIX_2
     return x ^ ((x >> 16) & 0xFFFF)

@@ -1,11 +1,11 @@
-"""The random numbers of `reference_sampling`, in Triton: the same integers, hence the same draws."""
+"""The random numbers of sampling, in Triton: the same integers as in the twin, hence the same draws."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from wavecore.kernels.reference.sampling import GOLDEN, MIX_1, MIX_2
+from wavecore.kernels.sampling.rows import GOLDEN, MIX_1, MIX_2
 
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 

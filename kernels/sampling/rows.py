@@ -1,4 +1,4 @@
-"""The device tensors that say how each row of logits is sampled. Knows no request.
+"""The device tensors that say how each row of logits is sampled, and the numbers that kernel and twin agree on.
 
 Parameters are columns by slot and stay where they are between steps; a step names the slots. Lists of odd length
 (bias, bans, bad words) lie in pools, and a slot holds its [begin, end) there. Rows of vocabulary size (penalty
@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below it are greedy: dividing by them could overflow."""
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
+"""Of the hash that makes the random bits: 2**32 / phi, and the two factors of MurmurHash3's fmix32."""
 NO_LIMIT = (1 << 31) - 1
 SEEN_IN_PROMPT = 1 << 30
 """Bit of `counts` that marks a token of the prompt; the bits below count it in the output."""
@@ -24,7 +28,7 @@ class SamplingRows:
         slots: int32 [R]; -1 for padding and for rows that do not sample: their token is -1.
         positions: int32 [R], place in the sequence of the token to draw (the number of tokens before it).
         token_ids: int32 [S, max_len]; the drawn token is written at [slot, position] where that lies inside.
-        temperature: float32 [S]; below 1e-5 is greedy.
+        temperature: float32 [S]; below GREEDY_BELOW is greedy.
         top_k: int32 [S], 0 keeps all.
         top_p, min_p: float32 [S]; 1 and 0 keep all.
         seed: int64 [S].

@@ -1,4 +1,4 @@
-"""Sampling on a GPU: edit the logits, find the floor of truncation, draw, finish.
+"""Sampling on a GPU: edit the logits, find the cutoff of truncation, draw, finish.
 
 The first two run only where the host knows of a row that asks for them; other rows leave them at once. Greedy rows
 and rows with a temperature cost one pass over the logits.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wavecore.kernels.sampling.floor import find_floor
+from wavecore.kernels.sampling.cutoff import find_cutoff
 from wavecore.kernels.sampling.hash import gumbel, row_keys
 from wavecore.kernels.sampling.rows import SamplingRows
 from wavecore.kernels.sampling.values import EXACT, is_greedy, row_values, values_of
@@ -22,7 +22,7 @@ WORD_BLOCK = 256
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """See `reference.sample`; logits has unit stride along the vocabulary."""
+    """See `reference.sampling.sample`; logits has unit stride along the vocabulary."""
     count, vocab = logits.shape
     assert logits.stride(1) == 1 and rows.token_ids.stride(1) == 1
     tokens = torch.empty(count, dtype=torch.int32, device=logits.device)
@@ -56,10 +56,10 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         rows.positions,
         rows.seed,
         rows.choice,
-        find_floor(values, BLOCK) if rows.truncates else best,
+        find_cutoff(values, BLOCK) if rows.truncates else best,
         best,
         best_token,
-        HAS_FLOOR=rows.truncates,
+        HAS_CUTOFF=rows.truncates,
         BLOCK=BLOCK,
         num_warps=4,
         **EXACT,
@@ -98,6 +98,7 @@ def _edit(
     word_tokens_ptr,
     BLOCK: tl.constexpr,
 ):
+    """A program (row) adds its biases to the logits and bans tokens, BLOCK entries of a list at a time."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
@@ -141,12 +142,13 @@ def _draw(
     positions_ptr,
     seed_ptr,
     choice_ptr,
-    floor_ptr,
+    cutoff_ptr,
     best_ptr,
     best_token_ptr,
-    HAS_FLOOR: tl.constexpr,
+    HAS_CUTOFF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """A program (row, part of BLOCK tokens) writes the part's best value and its token; the value is NaN if any is."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     slot = tl.load(v.slots + row).to(tl.int64)
@@ -158,8 +160,8 @@ def _draw(
     if is_greedy(v, slot) == 0:
         key_1, key_2 = row_keys(tl.load(seed_ptr + slot), tl.load(choice_ptr + slot), tl.load(positions_ptr + row))
         noisy = x + gumbel(token, key_1, key_2)
-        if HAS_FLOOR:
-            noisy = tl.where(x >= tl.load(floor_ptr + row), noisy, float("-inf"))
+        if HAS_CUTOFF:
+            noisy = tl.where(x >= tl.load(cutoff_ptr + row), noisy, float("-inf"))
         x = noisy
     x = tl.where(x == x, x, float("-inf"))
     best = tl.max(x, axis=0)
@@ -182,6 +184,7 @@ def _finish(
     faults_ptr,
     BLOCK: tl.constexpr,
 ):
+    """A program (row) writes and counts the token of the best part [BLOCK], and says whether the row is faulty."""
     row = tl.program_id(0)
     slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:

@@ -8,15 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wavecore.kernels.reference.sampling import GREEDY_BELOW
-from wavecore.kernels.sampling.rows import SEEN_IN_PROMPT, SamplingRows
+from wavecore.kernels.sampling.rows import GREEDY_BELOW, SEEN_IN_PROMPT, SamplingRows
 
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _OUTPUT_COUNT = tl.constexpr(SEEN_IN_PROMPT - 1)
 
 EXACT = {"enable_fp_fusion": False}
 """Launch option of every kernel that computes `row_values`. Each computes them anew; a multiply-add fused in one
-kernel and not in another would differ in the last bit, and a floor found by the one could drop every token in the
+kernel and not in another would differ in the last bit, and a cutoff found by the one could drop every token in the
 other."""
 
 

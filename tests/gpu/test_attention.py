@@ -23,6 +23,7 @@ from tests.support.model_driver import Driver
 
 from wavecore.kernels import ops
 from wavecore.kernels.examples import make_batch, make_kv_cache, rope_table
+from wavecore.kernels.reference import layers
 
 BLOCK_SIZE, LONG = 64, 32768
 EDGES = [0, 1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1]
@@ -118,13 +119,13 @@ def test_a_step_makes_one_map_for_all_layers(tmp_path: Path, monkeypatch: pytest
 
 def test_blocks_beyond_two_to_the_31_elements() -> None:
     """Write keys and values to the last blocks of a cache of 2.6e9 elements, and read them back."""
-    heads, kv_heads, dim, layers, num_blocks = 16, 8, 128, 2, 10_000
+    heads, kv_heads, dim, num_layers, num_blocks = 16, 8, 128, 2, 10_000
     batch, _ = make_batch([1, 1, 130], [65, 500, 130], BLOCK_SIZE, "cuda")
     offset = num_blocks - 1 - int(batch.block_tables.max())
     tables = torch.where(batch.block_tables > 0, batch.block_tables + offset, 0)
     kv_slots = batch.kv_slots + offset * BLOCK_SIZE
     batch = replace(batch, block_tables=tables, kv_slots=kv_slots, shared={})
-    kv_cache = torch.zeros(num_blocks, layers, 2, kv_heads, BLOCK_SIZE, dim, dtype=torch.bfloat16, device="cuda")
+    kv_cache = torch.zeros(num_blocks, num_layers, 2, kv_heads, BLOCK_SIZE, dim, dtype=torch.bfloat16, device="cuda")
     assert kv_cache.numel() > 1 << 31
     kv_cache[offset + 1 :] = torch.randn_like(kv_cache[offset + 1 :])
     before = kv_cache[offset + 1 :].clone()

@@ -22,7 +22,7 @@ from tests.support.model_driver import Driver, Sequence_, load
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution import logprobs
 from wavecore.kernels import ops
-from wavecore.kernels.reference import layers
+from wavecore.kernels.reference import sampling
 from wavecore.kernels.sampling.rows import SamplingRows
 
 VOCAB, TOKENS, SEEDS = 151_936, 8, 3
@@ -144,7 +144,7 @@ def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
     def both(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
         assert logits.dtype == getattr(torch, dtype)
         raw = logits.float().log_softmax(-1)
-        want, faults = layers.sample(logits.clone(), copy.deepcopy(rows))
+        want, faults = sampling.sample(logits.clone(), copy.deepcopy(rows))
         got = ops_sample(logits, rows)
         assert torch.equal(got[1], faults) and not faults.any()
         real = rows.slots >= 0

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.sampling.sampling_case import EDGES, Case, check_floor, same
+from tests.kernels.sampling.sampling_case import EDGES, Case, check_cutoff, same
 from torch import Tensor
 
 from wavecore.kernels import ops
 from wavecore.kernels.examples import sampling_rows
-from wavecore.kernels.reference import layers
+from wavecore.kernels.reference import sampling
 from wavecore.kernels.sampling.rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
 
 VOCAB = 151_936
@@ -28,7 +28,7 @@ def _seed() -> None:
 
 def agreement(logits: Tensor, rows: SamplingRows) -> float:
     """Share of rows where kernel and twin draw the same token; log differs by rounding, so it may fall short of 1."""
-    want, want_faults = layers.sample(logits.clone(), copy.deepcopy(rows))
+    want, want_faults = sampling.sample(logits.clone(), copy.deepcopy(rows))
     got, faults = ops.sample(logits, rows)
     assert torch.equal(faults, want_faults) and not faults.any()
     return float((got == want).float().mean())
@@ -73,8 +73,8 @@ def test_edges(make: Callable[[str, torch.dtype], Case], dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("spread", [0.2, 3.0])
-def test_floor(spread: float) -> None:
-    check_floor("cuda", spread)
+def test_cutoff(spread: float) -> None:
+    check_cutoff("cuda", spread)
 
 
 def ints(shape: tuple[int, ...], low: int, high: int) -> Tensor:

@@ -6,21 +6,19 @@ kernels' names.
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import torch
 from tests.kernels.compile_only import compile_only
 
 from wavecore.kernels.attention.paged import paged_attention
 from wavecore.kernels.examples import EXAMPLES, make_batch, make_kv_cache
-from wavecore.kernels.ops import KERNEL_FILES
+from wavecore.kernels.ops import kernel_of
 
 
 def main() -> None:
     launched = compile_only(90)
     like = torch.empty(0, dtype=torch.bfloat16)
     for name, make in EXAMPLES.items():
-        getattr(import_module(f"wavecore.kernels.{KERNEL_FILES[name]}"), name)(*make(like))
+        kernel_of(name)(*make(like))
     batch, num_blocks = make_batch([1, 1], [70, 3], 16)  # decode alone, which zeroes its padding
     q = torch.zeros(2, 8, 128, dtype=torch.bfloat16)
     paged_attention(q, make_kv_cache(num_blocks, 1, 2, 16, 128, like), 0, batch, 0.1)

@@ -17,7 +17,7 @@ from wavecore.kernels.attention.ranges import Ranges, make_ranges
 from wavecore.kernels.batch import Batch
 from wavecore.kernels.device import num_multiprocessors
 from wavecore.kernels.examples import make_batch, make_kv_cache
-from wavecore.kernels.reference import layers
+from wavecore.kernels.reference import attention
 
 ERROR = {torch.float32: 3e-5, torch.float16: 1.5 * 2**-10, torch.bfloat16: 1.5 * 2**-7}
 """Largest error of a token's output, relative to its norm. In 16 bits the output and the weights of the sum are each
@@ -66,7 +66,7 @@ def compare(
     used, tables = batch.block_tables.unique(return_inverse=True)
     compact = replace(batch, block_tables=tables.view_as(batch.block_tables).int(), shared={})
     exact = kv_cache[used.long(), layer : layer + 1].double()
-    want = layers.paged_attention(q.double(), exact, 0, compact, q.shape[2] ** -0.5, soft_cap, window)
+    want = attention.paged_attention(q.double(), exact, 0, compact, q.shape[2] ** -0.5, soft_cap, window)
     assert got.dtype == q.dtype
     norm = want.norm(dim=1)
     error = (got.double() - want).norm(dim=1) / norm.where(norm > 0, 1.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wavecore.kernels.batch import Batch
 from wavecore.kernels.examples import make_batch, make_kv_cache
-from wavecore.kernels.reference.layers import paged_attention
+from wavecore.kernels.reference.attention import paged_attention
 
 BLOCK_SIZE = 4
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from wavecore.kernels.examples import sampling_rows
-from wavecore.kernels.reference import layers
-from wavecore.kernels.sampling.floor import find_floor
+from wavecore.kernels.reference import sampling
+from wavecore.kernels.sampling.cutoff import find_cutoff
 from wavecore.kernels.sampling.rows import NO_LIMIT, SamplingRows
 from wavecore.kernels.sampling.sample import BLOCK, sample
 from wavecore.kernels.sampling.values import values_of
@@ -24,14 +24,18 @@ I32 = torch.int32
 INF = math.inf
 
 
-def column(values: object, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)
+def ints(values: object, device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def floats(values: object, device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def same(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Both draw alike, and leave the same logits, tokens and counts behind."""
     twin_logits, twin_rows = logits.clone(), copy.deepcopy(rows)
-    want = layers.sample(twin_logits, twin_rows)
+    want = sampling.sample(twin_logits, twin_rows)
     got = sample(logits, rows)
     assert torch.equal(got[1], want[1])
     good = want[1] == 0  # the token of a faulty row means nothing
@@ -49,15 +53,15 @@ def slots_out_of_order(device: str, dtype: torch.dtype) -> Case:
         n,
         vocab,
         device,
-        slots=column([2, 0, 3, 1], device, I32),
-        positions=column([3, 5, 4, 2], device, I32),
-        temperature=column([1.0, 0.0, 1.3, 0.7], device),
-        choice=column([0, 1, 2, 3], device, I32),
-        seed=column([5, 5, 6, 5 + (1 << 32)], device, torch.int64),
-        bias_range=column([[0, 1], [1, 2], [2, 3], [0, 0]], device, I32),
-        bias_ids=column([10, 20, 30], device, I32),
-        bias_values=column([0.1, 40.0, 0.3], device),
-        bias_until=column([NO_LIMIT] * 3, device, I32),
+        slots=ints([2, 0, 3, 1], device),
+        positions=ints([3, 5, 4, 2], device),
+        temperature=floats([1.0, 0.0, 1.3, 0.7], device),
+        choice=ints([0, 1, 2, 3], device),
+        seed=torch.tensor([5, 5, 6, 5 + (1 << 32)], device=device),
+        bias_range=ints([[0, 1], [1, 2], [2, 3], [0, 0]], device),
+        bias_ids=ints([10, 20, 30], device),
+        bias_values=floats([0.1, 40.0, 0.3], device),
+        bias_until=ints([NO_LIMIT] * 3, device),
     )
     return torch.randn(1, vocab).repeat(n, 1).to(device, dtype), rows
 
@@ -80,7 +84,7 @@ def hundreds_of_edits(device: str, dtype: torch.dtype) -> Case:
         n,
         vocab,
         device,
-        bias_range=column([[0, each], [each, 2 * each]], device, I32),
+        bias_range=ints([[0, each], [each, 2 * each]], device),
         bias_ids=torch.cat([torch.randperm(vocab)[:each] for _ in range(n)]).to(device, I32),
         bias_values=values.flatten().to(device),
         bias_until=until.flatten().to(device, I32),
@@ -94,11 +98,11 @@ def a_word_begun_by_the_first_token(device: str, dtype: torch.dtype) -> Case:
         1,
         50,
         device,
-        positions=column([2], device, I32),
-        token_ids=column([[1, 2, 0, 0]], device, I32),
-        word_range=column([[0, 1]], device, I32),
-        word_start=column([0, 3], device, I32),
-        word_tokens=column([1, 2, 7], device, I32),
+        positions=ints([2], device),
+        token_ids=ints([[1, 2, 0, 0]], device),
+        word_range=ints([[0, 1]], device),
+        word_start=ints([0, 3], device),
+        word_tokens=ints([1, 2, 7], device),
     )
     logits = torch.zeros(1, 50)
     logits[0, 7] = 5.0
@@ -107,7 +111,7 @@ def a_word_begun_by_the_first_token(device: str, dtype: torch.dtype) -> Case:
 
 def a_token_behind_the_table(device: str, dtype: torch.dtype) -> Case:
     """Written nevertheless, it would be the first token of the next slot, which holds none like it."""
-    rows = sampling_rows(2, 100, device, positions=column([8, 7], device, I32))
+    rows = sampling_rows(2, 100, device, positions=ints([8, 7], device))
     rows.token_ids.fill_(1000)
     return torch.randn(2, 100).to(device, dtype), rows
 
@@ -132,8 +136,8 @@ TRUNCATIONS = [
 """top_k, top_p and min_p."""
 
 
-def check_floor(device: str, spread: float) -> None:
-    """The floor of each truncation keeps as many tokens as sorting in float64 does. The tokens drawn rarely tell.
+def check_cutoff(device: str, spread: float) -> None:
+    """The cutoff of each truncation keeps as many tokens as sorting in float64 does. The tokens drawn rarely tell.
 
     Args:
         spread: standard deviation of the logits: the smaller, the more tokens are kept.
@@ -146,13 +150,13 @@ def check_floor(device: str, spread: float) -> None:
         n,
         vocab,
         device,
-        temperature=column([1.0] * n, device),
-        top_k=column(top_k, device, I32),
-        top_p=column(top_p, device),
-        min_p=column(min_p, device),
+        temperature=floats([1.0] * n, device),
+        top_k=ints(top_k, device),
+        top_p=floats(top_p, device),
+        min_p=floats(min_p, device),
     )
-    floor = find_floor(values_of(logits.to(device), rows), BLOCK).cpu()
-    kept = (logits >= floor[:, None]).sum(1).tolist()
+    cutoff = find_cutoff(values_of(logits.to(device), rows), BLOCK).cpu()
+    kept = (logits >= cutoff[:, None]).sum(1).tolist()
     for row in range(n):
         want = kept_by_sorting(logits[row], top_k[row], top_p[row], min_p[row])
         # sums of thousands of masses are rounded

@@ -6,24 +6,15 @@ import math
 
 import pytest
 import torch
+from tests.kernels.sampling.sampling_case import INF, floats, ints
 from torch import Tensor
 
 from wavecore.kernels.examples import sampling_rows
-from wavecore.kernels.reference.layers import sample
-from wavecore.kernels.reference.sampling import gumbel
+from wavecore.kernels.reference.sampling import gumbel, sample
 from wavecore.kernels.sampling.rows import NO_LIMIT, SEEN_IN_PROMPT
 
 VOCAB = 24
 DRAWS = 50_000
-INF = math.inf
-
-
-def ints(values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def floats(values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def exact(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:

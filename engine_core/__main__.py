@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.factory import make_runner
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.loop.proc import EngineCoreProc
 from wavecore.engine_core.plan import RunnerInfo
+from wavecore.engine_core.startup.factory import make_runner
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
 from wavecore.transport.io.curve import CurveServer
 from wavecore.transport.processes import logs
 from wavecore.transport.processes.child import ChildLife, parser
 from wavecore.transport.version import VERSION
 
-log = logging.getLogger("wavecore.engine_core")
+logger = logging.getLogger("wavecore.engine_core")
 
 
 def main() -> int:
@@ -46,10 +46,10 @@ def _serve(args: argparse.Namespace, life: ChildLife) -> int:
     try:
         proc = _build(args, life)
     except Exception as error:
-        words = life.report_failure(error)
+        why = life.report_failure(error)
         if not isinstance(error, WavecoreError):  # a known one is raised where the engine was started
-            log.exception("engine %d did not start: %s", args.index, words.message)
-        return from_code(words.code, words.message).exit_code
+            logger.exception("engine %d did not start: %s", args.index, why.message)
+        return from_code(why.code, why.message).exit_code
     try:
         proc.run()
     except Exception:  # told by `run` to everybody who needs to know

@@ -1,8 +1,8 @@
 """What the scheduler tells a runner about one step, and what comes back. Columns, one entry a row.
 
 A *slot* is one of `max_num_seqs` fixed places for a running request; a *row* is a slot's share of one step.
-The runner keeps, per slot, the token ids, the block table and the sampling parameters; a plan carries only what
-changed (`admitted`, `block_*`, `copies`) and which rows run. The input of a row is always
+The runner keeps the token ids, the block table and the sampling parameters of each slot; a plan carries only what
+changed (`new_requests`, `block_*`, `copies`) and which rows run. The input of a row is always
 `token_ids[slot, start : start + query_len]`: a sampled token is written at `token_ids[slot, start + query_len]` on
 the device before the next step reads it, so it never passes through the CPU to feed that step.
 
@@ -25,10 +25,14 @@ from wavecore.transport.errors import WavecoreError
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
+Flags = npt.NDArray[np.bool_]
+Index = npt.NDArray[np.intp]  # slots or rows, as numpy indexes columns by them
+
+LOGPROB_CHUNK = 64  # positions whose log-probabilities over the vocabulary a runner holds at once
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class NewRequest:
     """A request takes a slot (first time, or again after a preemption).
 
     Attributes:
@@ -51,7 +55,9 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Copies, admissions and block table are applied, in this order, then the rows run.
+    """One step. Copies, new requests and block table are applied, in this order, then the rows run.
+
+    Rows with one query token come first: that is the order in which the device computes them.
 
     The swaps are a *transfer* beside the steps: first those out, then those in. It begins when the rows of all earlier
     plans are done, and transfers follow one another. Rows may run before it is done, except those of plans that name
@@ -59,8 +65,9 @@ class StepPlan:
 
     Attributes:
         step_id: counts up by one a step.
-        slots, starts, query_lens: int32 [rows]: the slot, the position of its first query token, how many it computes.
-        samples: uint8 [rows], 1 where the last query position yields a token.
+        slots: intp [rows], no slot twice.
+        starts, query_lens: int32 [rows]: the position of the row's first query token, and how many tokens it computes.
+        samples: bool [rows]: the last query position yields a token.
         swap_out, swap_in: int32 [n, 2] of (gpu block, host block) and (host block, gpu block).
         copies: int32 [n, 2] of (source block, destination block) on the device.
         block_slots, block_indices, block_ids: int32 [n]: block_table[slot, index] = id.
@@ -68,14 +75,14 @@ class StepPlan:
     """
 
     step_id: int
-    slots: I32
+    slots: Index
     starts: I32
     query_lens: I32
-    samples: U8
+    samples: Flags
     swap_out: I32
     swap_in: I32
     copies: I32
-    admitted: tuple[Admission, ...]
+    new_requests: tuple[NewRequest, ...]
     block_slots: I32
     block_indices: I32
     block_ids: I32
@@ -88,6 +95,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return int(self.query_lens.sum())
+
+    @property
+    def ends(self) -> I32:
+        """int32 [rows]: the position behind the row's last query token."""
+        return self.starts + self.query_lens
 
 
 _NONE = np.zeros(0, np.int32)
@@ -139,8 +151,8 @@ class StepResult:
     Attributes:
         tokens: int32 [rows], -1 where the row does not sample.
         faults: uint8 [rows], 1 where the row's logits held NaN or +infinity, or nothing but -infinity.
-        logprobs, prompt_logprobs: by row index, only rows that asked.
-        pooled: float32 [hidden] by row index: the embedding of a row that finished a pooling request.
+        logprobs, prompt_logprobs: by row, of those whose request wants them.
+        pooled: float32 [hidden] by row: the embedding of a row that finished a pooling request.
         transferred: the transfers of all plans up to this step id are done; -1 none yet.
     """
 
@@ -190,7 +202,7 @@ class RunnerInfo:
 
 
 class Runner(Protocol):
-    """Runs plans on one device. `engine_core.runner` runs real models, `engine_core.scripted` a scripted one."""
+    """Runs plans on one device. `execution.runner` runs real models, `execution.scripted_runner` a scripted one."""
 
     info: RunnerInfo
 
@@ -212,11 +224,11 @@ class Runner(Protocol):
 
 
 class RequestFault(WavecoreError):
-    """The step failed, and one request is to blame: it ends, all others are computed again.
+    """The step failed, and one request is at fault: it ends, all others are computed again.
 
-    Raised by `launch` or `wait` of a runner that can tell, as the scripted one; that of real models marks rows in
+    Raised by `launch` or `wait` of a runner that can tell, such as the scripted one; that of real models marks rows in
     `StepResult.faults`. The runner then has dropped every step that was launched and not waited for: nobody will wait
-    for them, and all requests come back with new admissions.
+    for them, and all other requests come back as new ones.
 
     Args:
         slot: the slot of the request at fault.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,6 @@ import numpy.typing as npt
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.plan import RowLogprobs
-from wavecore.engine_core.scheduling.timing_wheel import Timer
 
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
@@ -80,7 +78,6 @@ class Request:
     preemptions: int = 0
     forks: list[Request] = field(default_factory=list)
     source: Request | None = None
-    timers: dict[str, Timer[Any]] = field(default_factory=dict)
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
     prompt_logprobs_done: int = 0
 
@@ -111,5 +108,5 @@ class Request:
         ]
         for fork in self.forks:
             fork.state, fork.source = State.FORKING, self
-            fork.timers, fork.blocks, fork.host_blocks, fork.prompt_logprobs = {}, [], [], []
+            fork.blocks, fork.host_blocks, fork.prompt_logprobs = [], [], []
         return [self, *self.forks]

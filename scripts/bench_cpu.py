@@ -19,9 +19,9 @@ import transformers
 
 from wavecore.engine_core.api.config import Dtype, EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.factory import make_runner
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.models.files import resolve_model
+from wavecore.engine_core.startup.factory import make_runner
 from wavecore.transport.wire.messages import Add
 from wavecore.transport.wire.tensors import from_numpy
 

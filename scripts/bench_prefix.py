@@ -14,8 +14,8 @@ import time
 import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.factory import make_runner
 from wavecore.engine_core.loop.core import EngineCore
+from wavecore.engine_core.startup.factory import make_runner
 from wavecore.transport.wire.messages import Add, TensorFrame
 
 CLIENT = b"benchmark client"
@@ -47,14 +47,14 @@ def measure(model: str, caching: bool, args: argparse.Namespace) -> tuple[list[f
     own = [ids[args.prefix + i * OWN_TOKENS :][:OWN_TOKENS] for i in range(2 * args.requests)]
     run(core, [ids[:8]], 2, 10_000)  # first use of every kernel
     prompts = [ids[: args.prefix] + own[i] for i in range(args.requests)]
-    before = core.life.totals.prompt_tokens
+    before = core.requests.totals.prompt_tokens
     start = time.perf_counter()
     first = run(core, prompts, args.tokens, 0)
     middle = time.perf_counter()
     turns = [prompts[i] + first[i] + own[args.requests + i] for i in range(args.requests)]
     second = run(core, turns, args.tokens, args.requests)
     seconds = [middle - start, time.perf_counter() - middle]
-    computed = core.life.totals.prompt_tokens - before
+    computed = core.requests.totals.prompt_tokens - before
     core.shutdown()
     return seconds, computed, first + second
 

@@ -70,7 +70,7 @@ def measure(policy: Policy, max_num_seqs: int) -> tuple[float, float, int]:
         if first is None and any(URGENT in columns.handles for columns in outputs.values()):
             first = device.now
     assert arrived is not None and first is not None
-    return first - arrived, device.now, core.life.totals.preemptions
+    return first - arrived, device.now, core.requests.totals.preemptions
 
 
 def main() -> None:

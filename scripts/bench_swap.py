@@ -23,10 +23,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.factory import make_runner
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.plan import Runner
 from wavecore.engine_core.request import State
+from wavecore.engine_core.startup.factory import make_runner
 from wavecore.transport.wire.messages import Add, TensorFrame
 
 CLIENT = b"benchmark client"
@@ -76,7 +76,7 @@ class Load:
         for handle in range(steady):
             self.add(handle, PROMPT, None, priority=1)
         self.add(LONG, long, None, priority=2)
-        self.long = self.core.life.by_client[CLIENT][LONG]
+        self.long = self.core.requests.by_client[CLIENT][LONG]
         while len(self.last) <= steady:  # until all of them decode
             self.step()
 
@@ -100,20 +100,20 @@ class Load:
 
     def push(self, swaps: bool) -> None:
         """An urgent request arrives."""
-        self.core.life.kv.swap_pays = swaps
+        self.core.requests.kv.swap_pays = swaps
         self.urgent += 1
         self.add(self.urgent, URGENT_PROMPT, URGENT_TOKENS, priority=0)
 
     def settle(self) -> None:
         """Until the long one decodes again."""
-        while self.long.state is not State.RUNNING or self.core.life.slots.prefilling[self.long.slot]:
+        while self.long.state is not State.RUNNING or self.core.requests.slots.prefilling[self.long.slot]:
             self.step()
 
 
 def measure(load: Load, name: str, rounds: int, every: int) -> list[str]:
     """The cells of one row."""
     load.settle()
-    totals = load.core.life.totals
+    totals = load.core.requests.totals
     swapped, pushed, steps = totals.swapped_tokens, totals.preemptions, totals.steps
     load.gaps, load.long_gaps = [], []
     for _ in range(rounds):

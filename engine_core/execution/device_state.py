@@ -1,7 +1,7 @@
 """What a device holds for each slot between steps: tokens, block table, sampling parameters, sums of pooled states.
 
 A plan brings only what changed. Every tensor has one address for the engine's life and a row for each slot, so a
-request that ends leaves nothing behind. Knows no model.
+request that ends leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -18,41 +18,38 @@ from wavecore.engine_core.execution.sampling_state import COLUMN_SIZE, SamplingS
 from wavecore.engine_core.execution.step_input import StepInput
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.execution.uploads import Uploads
-from wavecore.engine_core.plan import F32, Admission, RunnerInfo
+from wavecore.engine_core.plan import F32, NewRequest, RunnerInfo
 
 POOLING = {"": 0, "mean": 1, "last": 2}
-# What the rows of a slot ask for beyond a token: bits of `SlotState.asks`
+# What a request wants beyond a token: bits of `DeviceState.options`
 LOGPROBS, PROMPT_LOGPROBS, POOLS, EMBEDS, TRUNCATES, EDITS = (1 << i for i in range(6))
 
 
-class SlotState:
+class DeviceState:
     """Tables and columns by slot.
 
-    Args:
-        slots: places for running requests.
-
     Attributes:
-        token_table: int32 [slots, max_model_len]; `sample` appends to it.
-        block_table: int32 [slots, max_blocks].
-        pooled_sum: float32 [slots, hidden], over the part of a prompt that earlier steps computed.
-        num_prompt, logprobs, prompt_logprobs, pooling, asks: on the host, [slots].
+        token_table: int32 [max_num_seqs, max_model_len]; `sample` appends to it.
+        block_table: int32 [max_num_seqs, max_blocks].
+        pooled_sum: float32 [max_num_seqs, hidden], over the part of a prompt that earlier steps computed.
+        num_prompt, logprobs, prompt_logprobs, pooling, options: on the host, [max_num_seqs].
     """
 
-    def __init__(self, slots: int, info: RunnerInfo, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, info: RunnerInfo, device: torch.device) -> None:
         self.max_blocks = -(-info.max_model_len // info.block_size)
-        self.token_table = zeros(slots, info.max_model_len, device=device)
-        self.block_table = zeros(slots, self.max_blocks, device=device)
-        self.pooled_sum = zeros(slots, info.hidden_size, dtype=torch.float32, device=device)
+        self.token_table = zeros(max_num_seqs, info.max_model_len, device=device)
+        self.block_table = zeros(max_num_seqs, self.max_blocks, device=device)
+        self.pooled_sum = zeros(max_num_seqs, info.hidden_size, dtype=torch.float32, device=device)
         self.uploads = Uploads(device)
-        self.input = StepInput(slots, COLUMN_SIZE * slots, device, self.uploads)
+        self.input = StepInput(max_num_seqs, COLUMN_SIZE * max_num_seqs, device, self.uploads)
         self.sampling = SamplingState(
             self.token_table, info.vocab_size, info.eos_token_ids, self.input.columns, self.uploads
         )
-        self.num_prompt = np.zeros(slots, np.int32)
-        self.logprobs = np.zeros(slots, np.int32)
-        self.prompt_logprobs = np.zeros(slots, np.int32)
-        self.pooling = np.zeros(slots, np.int8)
-        self.asks = np.zeros(slots, np.uint8)
+        self.num_prompt = np.zeros(max_num_seqs, np.int32)
+        self.logprobs = np.zeros(max_num_seqs, np.int32)
+        self.prompt_logprobs = np.zeros(max_num_seqs, np.int32)
+        self.pooling = np.zeros(max_num_seqs, np.int8)
+        self.options = np.zeros(max_num_seqs, np.uint8)
         # Of prompts that are not computed yet. The request holds the array while it lives, so nothing stays of one
         # that ends early.
         self.embeds: WeakValueDictionary[int, F32] = WeakValueDictionary()
@@ -61,37 +58,38 @@ class SlotState:
         """All but the pools of `sampling`."""
         yield from (self.token_table, self.block_table, self.pooled_sum, self.input.copy.target)
 
-    def admit(self, admissions: tuple[Admission, ...]) -> None:
-        """Take over the slots that begin. No row in flight reads them. (A slot may come from a request that ended while
-        it was loading, with its admission in flight: what that counted is counted again here, behind it.)"""
-        if not admissions:
+    def begin(self, new_requests: tuple[NewRequest, ...]) -> None:
+        """Take over the slots of new requests. No row in flight reads them. (A slot may come from a request that ended
+        while it was loading, with the step that began it in flight: what that counted is counted again here, behind
+        it.)"""
+        if not new_requests:
             return
-        for admission in admissions:
-            slot, params = admission.slot, admission.params
-            self.num_prompt[slot] = admission.num_prompt
+        for new in new_requests:
+            slot, params = new.slot, new.params
+            self.num_prompt[slot] = new.num_prompt
             self.logprobs[slot] = params.logprobs or 0
             self.prompt_logprobs[slot] = params.prompt_logprobs or 0
-            self.pooling[slot] = POOLING[admission.pooling]
+            self.pooling[slot] = POOLING[new.pooling]
             self.embeds.pop(slot, None)
-            if admission.prompt_embeds is not None:
-                self.embeds[slot] = admission.prompt_embeds
-            truncates, edits = self.sampling.admit(admission)
-            self.asks[slot] = (
+            if new.prompt_embeds is not None:
+                self.embeds[slot] = new.prompt_embeds
+            truncates, edits = self.sampling.begin(new)
+            self.options[slot] = (
                 LOGPROBS * (params.logprobs is not None)
                 + PROMPT_LOGPROBS * (params.prompt_logprobs is not None)
-                + POOLS * bool(admission.pooling)
-                + EMBEDS * (admission.prompt_embeds is not None)
+                + POOLS * bool(new.pooling)
+                + EMBEDS * (new.prompt_embeds is not None)
                 + TRUNCATES * bool(truncates)
                 + EDITS * edits
             )
-            self.uploads.write(self.token_table[slot, : len(admission.token_ids)], admission.token_ids)
+            self.uploads.write(self.token_table[slot, : len(new.token_ids)], new.token_ids)
         self.uploads.join()
-        for admission in admissions:
-            self.sampling.count(admission)
+        for new in new_requests:
+            self.sampling.count(new)
 
-    def asked(self, shape: StepShape) -> int:
-        """What any row of a step asks for."""
-        return int(np.bitwise_or.reduce(self.asks[shape.slots], initial=0))
+    def options_of(self, shape: StepShape) -> int:
+        """What any row of a step wants, as bits."""
+        return int(np.bitwise_or.reduce(self.options[shape.slots], initial=0))
 
     def apply(self, entries: Tensor) -> None:
         """Write entries [3, E] of the block table, as `StepInput.bring` returns them."""
@@ -102,7 +100,7 @@ class SlotState:
     def insert_embeds(self, x: Tensor, shape: StepShape) -> None:
         """Put given prompt embeddings in the place of the tokens' in x [T, hidden]; only the step's part is brought."""
         first = shape.query_lens.cumsum() - shape.query_lens
-        for row in np.flatnonzero(self.asks[shape.slots] & EMBEDS).tolist():
+        for row in np.flatnonzero(self.options[shape.slots] & EMBEDS).tolist():
             slot, start, end, at = int(shape.slots[row]), int(shape.starts[row]), int(shape.ends[row]), int(first[row])
             given = self.embeds[slot]
             part = given[start:end]
@@ -110,4 +108,4 @@ class SlotState:
                 x[at : at + len(part)] = self.uploads.new(part)
             if end >= len(given):
                 del self.embeds[slot]
-                self.asks[slot] &= ~np.uint8(EMBEDS)
+                self.options[slot] &= ~np.uint8(EMBEDS)

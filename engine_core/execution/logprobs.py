@@ -1,4 +1,4 @@
-"""What some rows of a step ask for beyond a token: log-probabilities of output and prompt, and embeddings.
+"""What some rows of a step want beyond a token: log-probabilities of output and prompt, and embeddings.
 
 Log-probabilities are the raw model's: log-softmax of the logits before bias, penalties and temperature. They are made
 for a few positions at once, so that the memory for them does not grow with the step.
@@ -6,22 +6,23 @@ for a few positions at once, so that the memory for them does not grow with the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch.nn.functional as F
 from torch import Tensor
 
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS
-from wavecore.engine_core.execution.device_state import LOGPROBS, POOLING, POOLS, PROMPT_LOGPROBS, SlotState
+from wavecore.engine_core.execution.device_state import LOGPROBS, POOLING, POOLS, PROMPT_LOGPROBS, DeviceState
 from wavecore.engine_core.execution.pinned_copies import CopyOut, Place
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.models.decoder import Decoder
-from wavecore.engine_core.plan import I32, RowLogprobs
+from wavecore.engine_core.plan import F32, I32, LOGPROB_CHUNK, Index, RowLogprobs
 from wavecore.kernels import ops
 from wavecore.kernels.sampling.rows import SamplingRows
 
-CHUNK = 64  # positions whose log-probabilities over the vocabulary exist at once
+NO_ROWS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +37,9 @@ class Report:
         return RowLogprobs(self.ids.read(vector), self.values.read(vector), self.ranks.read(vector))
 
 
-@dataclass(slots=True)
-class Extras:
-    """What rows asked for; in the step's output vector.
-
-    Attributes:
-        logprobs: of `logprob_rows`, or None.
-        logprob_rows: (row of the plan, how many alternatives it wants), as the rows of `logprobs`.
-        prompt_logprobs, pooled: by row of the plan.
-    """
-
-    logprobs: Report | None = None
-    logprob_rows: list[tuple[int, int]] = field(default_factory=list)
-    prompt_logprobs: dict[int, Report] = field(default_factory=dict)
-    pooled: dict[int, Place] = field(default_factory=dict)
-
-    def row_logprobs(self, vector: I32) -> dict[int, RowLogprobs]:
-        """Of the output, by row of the plan."""
-        if self.logprobs is None:
-            return {}
-        all_rows = self.logprobs.read(vector)
-        return {
-            row: RowLogprobs(
-                all_rows.token_ids[i : i + 1, : 1 + count],
-                all_rows.logprobs[i : i + 1, : 1 + count],
-                all_rows.ranks[i : i + 1],
-            )
-            for i, (row, count) in enumerate(self.logprob_rows)
-        }
-
-
-def room_for_extras(tokens: int, rows: int, hidden_size: int) -> int:
-    """int32 values that the rows of one step can ask for: a report for each token, a pooled vector for each row."""
-    return tokens * (2 * (1 + MAX_LOGPROBS) + 1) + rows * hidden_size
+def room_for_extras(max_num_batched_tokens: int, max_num_seqs: int, hidden_size: int) -> int:
+    """int32 values that the rows of one step can want: a report for each token, a pooled vector for each row."""
+    return max_num_batched_tokens * (2 * (1 + MAX_LOGPROBS) + 1) + max_num_seqs * hidden_size
 
 
 class _ReportRoom:
@@ -93,94 +64,119 @@ class _ReportRoom:
 
 
 def draw(logits: Tensor, rows: SamplingRows, out: CopyOut, first: int = 0) -> None:
-    """Sample the logits [R, vocab] of the device rows from `first` on into the step's output."""
+    """Sample the logits [R, vocab] of the rows from `first` on into the step's output."""
     last = first + logits.shape[0]
     out.tokens[first:last], out.faults[first:last] = ops.sample(logits, rows)
 
 
-def draw_and_report(
-    logits: Tensor,
-    rows: SamplingRows,
-    asking: I32,
-    index: Tensor,
-    shape: StepShape,
-    state: SlotState,
-    out: CopyOut,
-    extras: Extras,
-) -> None:
-    """`draw`, and the log-probabilities of the rows that ask.
+class Extras:
+    """Makes what the rows of one step want beyond a token, in the step's output, and reads it when that is back.
 
-    Sampling edits the logits, so the raw log-probabilities come first, and with many rows that ask both are done for
-    CHUNK rows at a time.
-
-    Args:
-        asking, index: int32, the device rows that ask, on the host and on the device.
+    Attributes:
+        options: what any row wants, bits of `DeviceState.options`.
+        logprob_rows: int32, the rows that report log-probabilities of their token.
     """
-    counts = state.logprobs[shape.slots[asking]]
-    room = _ReportRoom(out, len(asking), int(counts.max()))
-    step = len(logits) if len(asking) <= CHUNK else CHUNK
-    for begin in range(0, len(logits), step):
-        part = slice(begin, begin + step)
-        first, last = np.searchsorted(asking, (begin, begin + step)).tolist()
-        chosen = index[first:last].long()
-        logprobs = logits[chosen].float().log_softmax(-1)
-        draw(logits[part], replace(rows, slots=rows.slots[part], positions=rows.positions[part]), out, begin)
-        if last > first:
-            room.put(slice(first, last), logprobs, out.tokens[chosen].long())
-    extras.logprobs = room.report
-    extras.logprob_rows = list(zip(shape.plan_rows(asking), counts.tolist(), strict=True))
 
+    def __init__(self, shape: StepShape, state: DeviceState, out: CopyOut) -> None:
+        self._shape, self._state, self._out = shape, state, out
+        self.options = state.options_of(shape)
+        self.logprob_rows = NO_ROWS
+        if self.options & LOGPROBS:
+            self.logprob_rows = self._rows_with(LOGPROBS * shape.samples).astype(np.int32)
+        self._counts = state.logprobs[shape.slots[self.logprob_rows]]  # alternatives that they want
+        self._logprobs: Report | None = None
+        self._prompt_logprobs: dict[int, Report] = {}
+        self._pooled: dict[int, Place] = {}
 
-def logprob_rows(shape: StepShape, state: SlotState) -> I32:
-    """Device rows that report log-probabilities of their token."""
-    return np.flatnonzero(shape.samples & ((state.asks[shape.slots] & LOGPROBS) > 0)).astype(np.int32)
+    def draw(self, logits: Tensor, rows: SamplingRows, logprob_rows: Tensor) -> None:
+        """Sample the logits [R, vocab] into the step's output, with the log-probabilities of the rows that want them.
 
+        Sampling edits the logits, so the raw log-probabilities come first, and with many such rows both are done for
+        LOGPROB_CHUNK rows at a time.
 
-def prompt_logprobs(
-    model: Decoder, x: Tensor, residual: Tensor, shape: StepShape, state: SlotState, out: CopyOut, extras: Extras
-) -> None:
-    """For rows that ask: every query position whose next token belongs to the prompt."""
-    ends = np.minimum(shape.ends, state.num_prompt[shape.slots] - 1)
-    first_token = shape.query_lens.cumsum() - shape.query_lens
-    rows = np.flatnonzero(((state.asks[shape.slots] & PROMPT_LOGPROBS) > 0) & (ends > shape.starts))
-    for row, plan_row in zip(rows.tolist(), shape.plan_rows(rows), strict=True):
-        slot, start, length = int(shape.slots[row]), int(shape.starts[row]), int(ends[row] - shape.starts[row])
-        at = int(first_token[row])
-        room = _ReportRoom(out, length, int(state.prompt_logprobs[slot]))
-        for begin in range(0, length, CHUNK):
-            end = min(begin + CHUNK, length)
-            part = slice(at + begin, at + end)
-            logits = model.logits(_whole_chunk(model.final(x[part], residual[part])))
-            logprobs = logits[: end - begin].float().log_softmax(-1)
-            targets = state.token_table[slot, start + 1 + begin : start + 1 + end].long()
-            room.put(slice(begin, end), logprobs, targets)
-        extras.prompt_logprobs[plan_row] = room.report
+        Args:
+            logprob_rows: int32, the attribute of that name on the device.
+        """
+        if not len(self.logprob_rows):
+            draw(logits, rows, self._out)
+            return
+        room = _ReportRoom(self._out, len(self.logprob_rows), int(self._counts.max()))
+        step = len(logits) if len(self.logprob_rows) <= LOGPROB_CHUNK else LOGPROB_CHUNK
+        for begin in range(0, len(logits), step):
+            part = slice(begin, begin + step)
+            first, last = np.searchsorted(self.logprob_rows, (begin, begin + step)).tolist()
+            chosen = logprob_rows[first:last].long()
+            logprobs = logits[chosen].float().log_softmax(-1)
+            draw(logits[part], replace(rows, slots=rows.slots[part], positions=rows.positions[part]), self._out, begin)
+            if last > first:
+                room.put(slice(first, last), logprobs, self._out.tokens[chosen].long())
+        self._logprobs = room.report
+
+    def report_prompts(self, model: Decoder, x: Tensor, residual: Tensor) -> None:
+        """Prompt log-probabilities: of every query position whose next token belongs to the prompt."""
+        shape, state = self._shape, self._state
+        ends = np.minimum(shape.ends, state.num_prompt[shape.slots] - 1)
+        first_token = shape.query_lens.cumsum() - shape.query_lens
+        for row in self._rows_with(PROMPT_LOGPROBS * (ends > shape.starts)).tolist():
+            slot, start, length = int(shape.slots[row]), int(shape.starts[row]), int(ends[row] - shape.starts[row])
+            at = int(first_token[row])
+            room = _ReportRoom(self._out, length, int(state.prompt_logprobs[slot]))
+            for begin in range(0, length, LOGPROB_CHUNK):
+                end = min(begin + LOGPROB_CHUNK, length)
+                part = slice(at + begin, at + end)
+                logits = model.logits(_whole_chunk(model.final(x[part], residual[part])))
+                logprobs = logits[: end - begin].float().log_softmax(-1)
+                targets = state.token_table[slot, start + 1 + begin : start + 1 + end].long()
+                room.put(slice(begin, end), logprobs, targets)
+            self._prompt_logprobs[row] = room.report
+
+    def pool(self, model: Decoder, x: Tensor, residual: Tensor) -> None:
+        """Embeddings: the mean over the prompt (summed chunk by chunk) or its last token, of length 1."""
+        shape, state = self._shape, self._state
+        token_ends = shape.query_lens.cumsum()
+        for row in self._rows_with(POOLS).tolist():
+            slot, end = int(shape.slots[row]), int(token_ends[row])
+            last = bool(shape.ends[row] >= state.num_prompt[slot])
+            if state.pooling[slot] == POOLING["mean"]:
+                part = slice(end - int(shape.query_lens[row]), end)
+                vector = model.final(x[part], residual[part]).float().sum(0)
+                if shape.starts[row]:
+                    vector += state.pooled_sum[slot]
+                if not last:
+                    state.pooled_sum[slot] = vector
+            elif last:
+                vector = model.final(x[end - 1 : end], residual[end - 1 : end])[0].float()
+            if last:
+                target, self._pooled[row] = self._out.take(len(vector), kind=np.float32)
+                target.copy_(F.normalize(vector, dim=0))
+
+    def logprobs(self, vector: I32) -> dict[int, RowLogprobs]:
+        """Of the output, by row, from the vector that came back."""
+        if self._logprobs is None:
+            return {}
+        found = self._logprobs.read(vector)
+        return {
+            row: RowLogprobs(
+                found.token_ids[i : i + 1, : 1 + count], found.logprobs[i : i + 1, : 1 + count], found.ranks[i : i + 1]
+            )
+            for i, (row, count) in enumerate(zip(self.logprob_rows.tolist(), self._counts.tolist(), strict=True))
+        }
+
+    def prompt_logprobs(self, vector: I32) -> dict[int, RowLogprobs]:
+        """Likewise, of the prompt."""
+        return {row: report.read(vector) for row, report in self._prompt_logprobs.items()}
+
+    def pooled(self, vector: I32) -> dict[int, F32]:
+        """Embeddings float32 [hidden], likewise."""
+        return {row: place.read(vector) for row, place in self._pooled.items()}
+
+    def _rows_with(self, option: int | npt.NDArray[np.integer]) -> Index:
+        """Rows that want this."""
+        return np.flatnonzero(self._state.options[self._shape.slots] & option)
 
 
 def _whole_chunk(hidden: Tensor) -> Tensor:
-    """Padded to CHUNK rows on a GPU: a matrix product of a new size may load its kernel, which waits for the device."""
-    short = CHUNK - hidden.shape[0]
+    """Padded on a GPU to LOGPROB_CHUNK rows: a matrix product of a new size may load its kernel, which waits for the
+    device."""
+    short = LOGPROB_CHUNK - hidden.shape[0]
     return F.pad(hidden, (0, 0, 0, short)) if short and hidden.is_cuda else hidden
-
-
-def pool(
-    model: Decoder, x: Tensor, residual: Tensor, shape: StepShape, state: SlotState, out: CopyOut, extras: Extras
-) -> None:
-    """For embedding requests: the mean over the prompt (summed chunk by chunk) or its last token, of length 1."""
-    token_ends = shape.query_lens.cumsum()
-    rows = np.flatnonzero(state.asks[shape.slots] & POOLS)
-    for row, plan_row in zip(rows.tolist(), shape.plan_rows(rows), strict=True):
-        slot, end = int(shape.slots[row]), int(token_ends[row])
-        last = bool(shape.ends[row] >= state.num_prompt[slot])
-        if state.pooling[slot] == POOLING["mean"]:
-            part = slice(end - int(shape.query_lens[row]), end)
-            vector = model.final(x[part], residual[part]).float().sum(0)
-            if shape.starts[row]:
-                vector += state.pooled_sum[slot]
-            if not last:
-                state.pooled_sum[slot] = vector
-        elif last:
-            vector = model.final(x[end - 1 : end], residual[end - 1 : end])[0].float()
-        if last:
-            target, extras.pooled[plan_row] = out.take(len(vector), kind=np.float32)
-            target.copy_(F.normalize(vector, dim=0))

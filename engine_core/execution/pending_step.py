@@ -11,7 +11,7 @@ from wavecore.engine_core.execution.block_copies import BlockCopies
 from wavecore.engine_core.execution.logprobs import Extras
 from wavecore.engine_core.execution.pinned_copies import Fetched
 from wavecore.engine_core.execution.step_shape import StepShape
-from wavecore.engine_core.plan import I32, U8, StepResult
+from wavecore.engine_core.plan import StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +34,21 @@ class Launched:
     copies: BlockCopies
 
     def wait(self) -> StepResult:
-        """The result in the plan's row order. Everything in it is a copy: the output's memory is used again."""
+        """The step's result. Everything in it is a copy: the output's memory is used again."""
         if self.fetched is None:
             return StepResult(np.zeros(0, np.int32), np.zeros(0, np.uint8), transferred=self.copies.poll())
-        vector, extras = self.fetched.wait(), self.extras
-        tokens, faults = self._drawn(self.fetched)
-        pooled = {row: place.read(vector) for row, place in extras.pooled.items()}
+        vector, rows = self.fetched.wait(), len(self.shape.slots)
+        tokens, faults = np.full(rows, -1, np.int32), np.zeros(rows, np.uint8)
+        if self.shape.num_samples:  # else nothing was drawn, and the vector holds the tokens of an earlier step
+            tokens[:], faults[:] = self.fetched.drawn(rows)
+        pooled = self.extras.pooled(vector)
         for row, embedding in pooled.items():
             faults[row] |= not np.isfinite(embedding).all()
         return StepResult(
             tokens=tokens,
             faults=faults,
-            logprobs=extras.row_logprobs(vector),
-            prompt_logprobs={row: report.read(vector) for row, report in extras.prompt_logprobs.items()},
+            logprobs=self.extras.logprobs(vector),
+            prompt_logprobs=self.extras.prompt_logprobs(vector),
             pooled=pooled,
             transferred=self.copies.poll(),
         )
-
-    def _drawn(self, fetched: Fetched) -> tuple[I32, U8]:
-        """Tokens and faults in the plan's row order."""
-        shape, rows = self.shape, len(self.shape.slots)
-        tokens, faults = np.full(rows, -1, np.int32), np.zeros(rows, np.uint8)
-        if shape.num_samples:  # else nothing was drawn, and the vector holds the tokens of an earlier step
-            order = slice(None) if shape.order is None else shape.order
-            tokens[order], faults[order] = fetched.drawn(rows)
-        return tokens, faults

@@ -8,6 +8,7 @@ the same memory and nothing is copied.
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,24 @@ def zeros(*shape: int, dtype: torch.dtype = torch.int32, device: torch.device) -
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on the host, pinned until the tensor goes: copies to and from a GPU run beside the program.
+
+    Exactly as large as asked for, where torch's own allocator rounds up to a power of two.
+
+    Raises:
+        RuntimeError: it cannot be had, or not be pinned.
+    """
+    memory = torch.zeros(shape, dtype=dtype)
+    if memory.nbytes:
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if code := int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+            raise torch.cuda.CudaError(code)
+        unpin = weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())
+        unpin.atexit = False  # the end of the process does it, and CUDA may be gone by then
+    return memory
 
 
 def _ring(vector: Tensor) -> list[Tensor]:
@@ -87,35 +106,34 @@ class Place:
 
 
 class CopyOut:
-    """The vector that steps bring back: tokens and faults of every row, then what rows asked for besides.
+    """The vector that steps bring back: tokens and faults of every row, then what rows want besides.
 
     Args:
-        rows: most rows of a step.
-        extras: int32 values of room for what rows ask for.
+        extras: int32 values of room for what rows want.
 
     Attributes:
-        tokens, faults: int32 [rows] on the device, in device row order.
+        tokens, faults: int32 [max_num_seqs] on the device.
     """
 
-    def __init__(self, rows: int, extras: int, device: torch.device) -> None:
-        self.most_rows = rows
-        self.vector = zeros(2 * rows + extras, device=device)
-        self.tokens, self.faults = self.vector[:rows], self.vector[rows : 2 * rows]
+    def __init__(self, max_num_seqs: int, extras: int, device: torch.device) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.vector = zeros(2 * max_num_seqs + extras, device=device)
+        self.tokens, self.faults = self.vector[: 2 * max_num_seqs].view(2, max_num_seqs)
         self._ring = _ring(self.vector)
         self._values = [vector.numpy() for vector in self._ring]
         self._copied = _events(self.vector)
         self._turn = 0
-        self._used = 2 * rows
+        self._used = 2 * max_num_seqs
 
     def clear(self) -> None:
         """Begin with the output of a new step."""
-        self._used = 2 * self.most_rows
+        self._used = 2 * self.max_num_seqs
 
     def take(self, *shape: int, kind: Kind) -> tuple[Tensor, Place]:
         """Room on the device for a part of the step's output, and its place for the host."""
         place = Place(self._used, shape, kind)
         self._used += math.prod(shape)
-        assert self._used <= self.vector.numel(), "the rows of a step ask for more than a plan can hold"
+        assert self._used <= self.vector.numel(), "the rows of a step want more than a plan can hold"
         part = self.vector[place.begin : self._used]
         return (part if kind is np.int32 else part.view(torch.float32)).view(shape), place
 
@@ -155,5 +173,5 @@ class Fetched:
 
     def drawn(self, rows: int) -> I32:
         """Tokens and faults [2, rows] in the vector."""
-        most = self.source.most_rows
-        return self.values[: 2 * most].reshape(2, most)[:, :rows]
+        width = self.source.max_num_seqs
+        return self.values[: 2 * width].reshape(2, width)[:, :rows]

@@ -16,25 +16,16 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from wavecore.engine_core.execution import attention_map, logprobs
+from wavecore.engine_core.execution.attention_map import attention_map
 from wavecore.engine_core.execution.block_copies import BlockCopies
-from wavecore.engine_core.execution.device_state import (
-    EDITS,
-    EMBEDS,
-    LOGPROBS,
-    POOLS,
-    PROMPT_LOGPROBS,
-    TRUNCATES,
-    SlotState,
-)
-from wavecore.engine_core.execution.host_memory import pinned_zeros
-from wavecore.engine_core.execution.logprobs import Extras
+from wavecore.engine_core.execution.device_state import EDITS, EMBEDS, POOLS, PROMPT_LOGPROBS, TRUNCATES, DeviceState
+from wavecore.engine_core.execution.logprobs import Extras, room_for_extras
 from wavecore.engine_core.execution.out_of_memory import first_line, is_out_of_memory, unless_short_of_memory
 from wavecore.engine_core.execution.pending_step import Deferred, Launched
-from wavecore.engine_core.execution.pinned_copies import CopyOut, zeros
+from wavecore.engine_core.execution.pinned_copies import CopyOut, pinned_zeros, zeros
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.models.decoder import Decoder
-from wavecore.engine_core.plan import F32, I32, OutOfMemory, PendingStep, RunnerInfo, StepPlan
+from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, RunnerInfo, StepPlan
 from wavecore.engine_core.startup.free_memory import gib
 from wavecore.engine_core.startup.memory_budget import no_room
 from wavecore.kernels import ops
@@ -55,10 +46,10 @@ class ModelRunner:
         self.info = info
         self.model = model
         self.device = model.embedding.device
-        self.state = SlotState(max_num_seqs, info, self.device)
+        self.state = DeviceState(max_num_seqs, info, self.device)
         self.buffers = BatchBuffers.allocate(max_num_batched_tokens, max_num_seqs, self.state.max_blocks, self.device)
-        extras = logprobs.room_for_extras(max_num_batched_tokens, max_num_seqs, info.hidden_size)
-        self.out = CopyOut(max_num_seqs, extras, self.device)
+        room = room_for_extras(max_num_batched_tokens, max_num_seqs, info.hidden_size)
+        self.out = CopyOut(max_num_seqs, room, self.device)
         self.copies = BlockCopies(self.device, self.state.uploads)
         self.bucket_limits = None if self.device.type == "cpu" else (max_num_batched_tokens, max_num_seqs)
         self.kv_cache = self.host_kv_cache = torch.empty(0)
@@ -111,41 +102,31 @@ class ModelRunner:
             self.copies.join(plan.after)
             self.copies.start(plan, self.kv_cache, self.host_kv_cache)
             shape = StepShape.of(plan, self.bucket_limits)
-            self.state.admit(plan.admitted)
-            asked = self.state.asked(shape)
-            asking = logprobs.logprob_rows(shape, self.state) if asked & LOGPROBS else None
-            self.state.apply(self.state.input.bring(plan, shape, asking, self.state.sampling.host_columns))
+            self.state.begin(plan.new_requests)
+            extras = Extras(shape, self.state, self.out)
+            columns = self.state.sampling.host_columns
+            self.state.apply(self.state.input.bring(plan, shape, extras.logprob_rows, columns))
             self.copies.join_copies()
-            if not len(shape.slots):
-                return Launched(shape, None, Extras(), self.copies)
+            if not plan.num_rows:
+                return Launched(shape, None, extras, self.copies)
             self.out.clear()
-            extras = self._run(shape, asked, asking)
+            self._run(shape, extras)
             return Launched(shape, self.out.send(), extras, self.copies)
 
-    def _run(self, shape: StepShape, asked: int, asking: I32 | None) -> Extras:
-        """Queue a step's rows.
-
-        Args:
-            asked: what any row asks for, bits of `slot_state`.
-            asking: device rows that report log-probabilities of their token, if any.
-        """
-        state, model, out, extras = self.state, self.model, self.out, Extras()
+    def _run(self, shape: StepShape, extras: Extras) -> None:
+        """Queue a step's rows."""
+        options = extras.options
         with _range(self.device, "forward"):
-            batch, x, residual = self.forward(self.rows(shape), shape if asked & EMBEDS else None)
-        if asked & PROMPT_LOGPROBS:
-            logprobs.prompt_logprobs(model, x, residual, shape, state, out, extras)
-        if asked & POOLS:
-            logprobs.pool(model, x, residual, shape, state, out, extras)
+            batch, x, residual = self.forward(self.rows(shape), shape if options & EMBEDS else None)
+        if options & PROMPT_LOGPROBS:
+            extras.report_prompts(self.model, x, residual)
+        if options & POOLS:
+            extras.pool(self.model, x, residual)
         if shape.num_samples:
             with _range(self.device, "sample"):
                 logits = self.logits(batch, x, residual)
-                rows = self.sampling_rows(shape, truncates=bool(asked & TRUNCATES), edits=bool(asked & EDITS))
-                if asking is None or not len(asking):
-                    logprobs.draw(logits, rows, out)
-                else:
-                    index = state.input.rows(shape.bucket_rows).logprob_rows
-                    logprobs.draw_and_report(logits, rows, asking, index, shape, state, out, extras)
-        return extras
+                rows = self.sampling_rows(shape, truncates=bool(options & TRUNCATES), edits=bool(options & EDITS))
+                extras.draw(logits, rows, self.state.input.rows(shape.bucket_rows).logprob_rows)
 
     def rows(self, shape: StepShape) -> StepRows:
         """What `forward` reads of a step; the same tensors for all steps of a bucket."""
@@ -160,7 +141,7 @@ class ModelRunner:
         )
 
     def sampling_rows(self, shape: StepShape, *, truncates: bool, edits: bool) -> SamplingRows:
-        """What `logprobs.draw` reads of a step; likewise."""
+        """What sampling reads of a step; likewise."""
         views = self.state.input.rows(shape.bucket_rows)
         return self.state.sampling.rows(views.sample_slots, views.positions, truncates=truncates, edits=edits)
 
@@ -209,7 +190,7 @@ class ModelRunner:
         Raises:
             ValidationError: no such layer, head or token, or a prompt too long to show.
         """
-        return attention_map.attention_map(self.model, self.info, prompt, layer, head)
+        return attention_map(self.model, self.info, prompt, layer, head)
 
     def shutdown(self) -> None:
         """Nothing runs between calls."""

@@ -1,8 +1,8 @@
-"""Sampling state of every slot, as the columns that `kernels.ops.sample` reads. Knows no step and no logits.
+"""Sampling state of every slot, as the columns that `kernels.ops.sample` reads.
 
 Everything has one address for the engine's life, so that a captured graph reads what requests that came later asked
 for, and a request that ends leaves nothing behind. One flat int32 vector holds all columns of fixed size, on the host
-and on the device, so that an admission costs one copy. What rare options need besides lies in pools with a row for
+and on the device, so that new requests cost one copy. What rare options need besides lies in pools with a row for
 each slot, as large as `SamplingParams` allows:
 
     counts (penalties)           4 bytes a vocabulary entry     0.6 MB a slot at 151,936 entries
@@ -36,7 +36,7 @@ from wavecore.engine_core.api.sampling_params import (
 )
 from wavecore.engine_core.execution.pinned_copies import zeros
 from wavecore.engine_core.execution.uploads import Uploads
-from wavecore.engine_core.plan import Admission
+from wavecore.engine_core.plan import NewRequest
 from wavecore.kernels.sampling.rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
 
 # Name, dtype, values a slot; the 64-bit column first, for its alignment.
@@ -64,10 +64,10 @@ class SamplingState:
     """Parameters of every slot.
 
     Args:
-        token_table: int32 [slots, max_len] on the device; `sample` appends to it.
+        token_table: int32 [max_num_seqs, max_len] on the device; `sample` appends to it.
         vocab_size: columns of the logits.
         eos_token_ids: banned, as stop_token_ids are, until min_tokens are out.
-        columns: int32 [slots * COLUMN_SIZE] on the device, where the caller copies `host_columns` to.
+        columns: int32 [max_num_seqs * COLUMN_SIZE] on the device, where the caller copies `host_columns` to.
     """
 
     def __init__(
@@ -80,56 +80,56 @@ class SamplingState:
         self.host_columns = np.zeros(len(columns), np.int32) if columns.is_cuda else columns.numpy()
         self.host: dict[str, npt.NDArray[Any]] = {}
         self.on_device: dict[str, Tensor] = {}
-        slots, device = len(token_table), token_table.device
+        seqs, device = len(token_table), token_table.device
         at = 0
         for name, kind, width in COLUMNS:
-            end = at + width * slots * np.dtype(kind).itemsize // 4
-            shape = (slots, width) if width > 1 else (slots,)
+            end = at + width * seqs * np.dtype(kind).itemsize // 4
+            shape = (seqs, width) if width > 1 else (seqs,)
             self.host[name] = self.host_columns[at:end].view(kind).reshape(shape)
             self.on_device[name] = columns[at:end].view(TORCH[kind]).view(shape)
             at = end
         self.biases = MAX_LOGIT_BIAS + MAX_STOP_TOKENS + len(eos_token_ids)  # at most, of one slot
         self.pools = {
-            "counts": zeros(slots, vocab_size, device=device),
-            "allowed": zeros(slots, -(-vocab_size // 32), device=device),
-            "bias_ids": zeros(slots * self.biases, device=device),
-            "bias_values": zeros(slots * self.biases, dtype=torch.float32, device=device),
-            "bias_until": zeros(slots * self.biases, device=device),
-            "word_start": zeros(slots * (WORDS + 1), device=device),
-            "word_tokens": zeros(slots * MAX_BAD_WORD_TOKENS, device=device),
+            "counts": zeros(seqs, vocab_size, device=device),
+            "allowed": zeros(seqs, -(-vocab_size // 32), device=device),
+            "bias_ids": zeros(seqs * self.biases, device=device),
+            "bias_values": zeros(seqs * self.biases, dtype=torch.float32, device=device),
+            "bias_until": zeros(seqs * self.biases, device=device),
+            "word_start": zeros(seqs * (WORDS + 1), device=device),
+            "word_tokens": zeros(seqs * MAX_BAD_WORD_TOKENS, device=device),
         }
 
     def tensors(self) -> Iterator[Tensor]:
         """The pools; table and columns belong to others."""
         yield from self.pools.values()
 
-    def admit(self, admission: Admission) -> tuple[bool, bool]:
+    def begin(self, new: NewRequest) -> tuple[bool, bool]:
         """Take over the parameters of a slot that begins, and write its rows of the pools through `uploads`.
 
         Returns: whether it may use truncation, and bias or bad words; see `SamplingRows`.
         """
-        slot, params, host = admission.slot, admission.params, self.host
+        slot, params, host = new.slot, new.params, self.host
         host["seed"][slot] = params.seed or 0
         host["temperature"][slot] = params.temperature
         host["top_k"][slot] = max(params.top_k, 0) if params.top_k < self.vocab_size else 0
         host["top_p"][slot] = params.top_p
         host["min_p"][slot] = params.min_p
-        host["choice"][slot] = admission.choice
+        host["choice"][slot] = new.choice
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
             host[name][slot] = getattr(params, name)
         host["count_row"][slot] = slot if _penalises(params) else -1
         host["allowed_row"][slot] = self._allow(slot, params)
-        edits = self._put_biases(admission) + self._put_words(slot, params) > 0
+        edits = self._put_biases(new) + self._put_words(slot, params) > 0
         return params.temperature > 0 and (host["top_k"][slot] > 0 or params.top_p < 1 or params.min_p > 0), edits
 
-    def count(self, admission: Admission) -> None:
+    def count(self, new: NewRequest) -> None:
         """Count the tokens of a slot with penalties, once its row of the token table is there."""
-        if not _penalises(admission.params):
+        if not _penalises(new.params):
             return
-        ids = self.token_table[admission.slot, : len(admission.token_ids)].long()
-        prompt, output = ids[: admission.num_prompt], ids[admission.num_prompt :]
-        counts = self.pools["counts"][admission.slot].zero_()
-        if admission.prompt_embeds is None:  # else the ids are placeholders
+        ids = self.token_table[new.slot, : len(new.token_ids)].long()
+        prompt, output = ids[: new.num_prompt], ids[new.num_prompt :]
+        counts = self.pools["counts"][new.slot].zero_()
+        if new.prompt_embeds is None:  # else the ids are placeholders
             counts.index_fill_(0, prompt, SEEN_IN_PROMPT)
         counts.index_add_(0, output, torch.ones_like(output, dtype=counts.dtype))
 
@@ -158,12 +158,12 @@ class SamplingState:
         self.uploads.write(row, np.packbits(bits, bitorder="little"))
         return slot
 
-    def _put_biases(self, admission: Admission) -> int:
+    def _put_biases(self, new: NewRequest) -> int:
         """Write the slot's biases and bans; how many there are."""
-        slot, params = admission.slot, admission.params
+        slot, params = new.slot, new.params
         entries = [(token, value, NO_LIMIT) for token, value in (params.logit_bias or {}).items()]
         if params.min_tokens:
-            until = admission.num_prompt + params.min_tokens
+            until = new.num_prompt + params.min_tokens
             stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos)}
             entries += [(token, -math.inf, until) for token in sorted(stops)]
         begin = slot * self.biases

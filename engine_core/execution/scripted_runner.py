@@ -47,7 +47,7 @@ import numpy.typing as npt
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import (
-    Admission,
+    NewRequest,
     OutOfMemory,
     RequestFault,
     RowLogprobs,
@@ -127,12 +127,12 @@ class ScriptedRunner:
             model_path=self.script.tokenizer,
             swap_block_seconds=self.script.swap_block_seconds,
         )
-        info, rows = self.info, config.max_num_seqs
+        info, seqs = self.info, config.max_num_seqs
         self.blocks = np.full((info.num_blocks, info.block_size), POISON, np.uint32)
         self.host_blocks = np.full((host, info.block_size), POISON, np.uint32)
-        self.table = np.zeros((rows, -(-info.max_model_len // info.block_size)), np.int32)
-        self.tokens = np.zeros((rows, info.max_model_len + 1), np.int32)
-        self.admitted: list[Admission | None] = [None] * rows
+        self.table = np.zeros((seqs, -(-info.max_model_len // info.block_size)), np.int32)
+        self.tokens = np.zeros((seqs, info.max_model_len + 1), np.int32)
+        self.requests: list[NewRequest | None] = [None] * seqs
         self.queue: deque[_Pending] = deque()
         self.transfers: deque[StepPlan] = deque()
         self.transferred = -1
@@ -158,9 +158,9 @@ class ScriptedRunner:
         self.transfers.append(plan)
         self.blocks[plan.swap_in[:, 1]] = POISON
         _copy(plan.copies, self.blocks, self.blocks)
-        for admission in plan.admitted:
-            self.admitted[admission.slot] = admission
-            self.tokens[admission.slot, : len(admission.token_ids)] = admission.token_ids
+        for new in plan.new_requests:
+            self.requests[new.slot] = new
+            self.tokens[new.slot, : len(new.token_ids)] = new.token_ids
         self._fail(plan)
         self.table[plan.block_slots, plan.block_indices] = plan.block_ids
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True))
@@ -193,27 +193,27 @@ class ScriptedRunner:
         prompt_logprobs: dict[int, RowLogprobs] = {}
         pooled: dict[int, F32] = {}
         for i, (slot, start, length) in enumerate(rows):
-            admission = self._at(slot)
+            request = self._at(slot)
             end = start + length
-            wanted = admission.params.prompt_logprobs
-            targets = self.tokens[slot, start + 1 : min(end + 1, admission.num_prompt)]
+            wanted = request.params.prompt_logprobs
+            targets = self.tokens[slot, start + 1 : min(end + 1, request.num_prompt)]
             if wanted is not None and len(targets):
                 prompt_logprobs[i] = self._logprobs(targets, wanted)
-            if admission.token_ids[0] == self.script.faults.get("nan_token", -1):
+            if request.token_ids[0] == self.script.faults.get("nan_token", -1):
                 faults[i] = 1
             elif plan.samples[i]:
                 tokens[i] = self.tokens[slot, end] = self._next(slot, end)
-                if admission.params.logprobs is not None:
-                    logprobs[i] = self._logprobs(tokens[i : i + 1], admission.params.logprobs)
-            elif admission.pooling and end == len(admission.token_ids):
+                if request.params.logprobs is not None:
+                    logprobs[i] = self._logprobs(tokens[i : i + 1], request.params.logprobs)
+            elif request.pooling and end == len(request.token_ids):
                 seen = self._context(slot, end)
                 pooled[i] = np.array([zlib.crc32(seen, k) / 2**32 for k in range(self.info.hidden_size)], np.float32)
         return StepResult(tokens, faults, logprobs, prompt_logprobs, pooled, self.transferred)
 
-    def _at(self, slot: int) -> Admission:
-        admission = self.admitted[slot]
-        assert admission is not None, f"a row of slot {slot}, where nothing was admitted"
-        return admission
+    def _at(self, slot: int) -> NewRequest:
+        request = self.requests[slot]
+        assert request is not None, f"a row of slot {slot}, where no request began"
+        return request
 
     def _context(self, slot: int, end: int) -> bytes:
         """All checksums of positions below `end`, through the block table."""
@@ -221,16 +221,16 @@ class ScriptedRunner:
         return self.blocks[blocks].reshape(-1)[:end].tobytes()
 
     def _next(self, slot: int, end: int) -> int:
-        admission = self._at(slot)
+        request = self._at(slot)
         scripts = self.script.scripts
-        script = scripts.get(str(int(admission.token_ids[0])), scripts.get("*"))
+        script = scripts.get(str(int(request.token_ids[0])), scripts.get("*"))
         if script is not None:
-            place = end - admission.num_prompt
+            place = end - request.num_prompt
             if place < len(script):
                 return script[place]
             return self.script.eos_token_ids[0] if self.script.eos_token_ids else script[-1]
-        params = admission.params
-        key = 0 if params.greedy else zlib.crc32(f"{params.seed} {admission.choice} {end}".encode())
+        params = request.params
+        key = 0 if params.greedy else zlib.crc32(f"{params.seed} {request.choice} {end}".encode())
         return zlib.crc32(self._context(slot, end), key) % self.script.vocab_size
 
     def _logprobs(self, chosen: npt.NDArray[np.int32], k: int) -> RowLogprobs:
@@ -257,10 +257,10 @@ class ScriptedRunner:
         faults = self.script.faults
         if not faults:
             return
-        for admission in plan.admitted:
-            if admission.token_ids[0] == faults.get("request_fault_token", -1):
+        for new in plan.new_requests:
+            if new.token_ids[0] == faults.get("request_fault_token", -1):
                 self.queue.clear()
-                raise RequestFault(admission.slot, "the scripted model was told to fail this request")
+                raise RequestFault(new.slot, "the scripted model was told to fail this request")
         first_tokens = {int(self._at(slot).token_ids[0]) for slot in plan.slots.tolist()}
         if plan.step_id in faults.get("oom_at_steps", ()) or faults.get("oom_token", -1) in first_tokens:
             self.queue.clear()

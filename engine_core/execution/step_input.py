@@ -2,7 +2,7 @@
 
     rows      slots | starts | query_start | sample_slots | positions | logprob_rows     at fixed places, each step
     changes   entries of the block table                                                 as far as there are any
-    columns   the sampling parameters of all slots (`sampler`)                           when a slot begins
+    columns   the sampling parameters of all slots (`sampling_state`)                    when a request begins
 
 The rows and changes are one copy, the columns a second one. A plan with more changes than the vector holds (a very long
 prompt begins) brings them separately.
@@ -51,16 +51,15 @@ class StepInput:
     """The vector of one engine.
 
     Args:
-        rows: most rows of a step.
         columns: int32 values of the sampling columns.
 
     Attributes:
         columns: int32 [columns] on the device.
     """
 
-    def __init__(self, rows: int, columns: int, device: torch.device, uploads: Uploads) -> None:
-        self.width = -(-(rows + 1) // ALIGN) * ALIGN
-        self.room = 3 * rows + 4096  # of changes: every row may enter a new block
+    def __init__(self, max_num_seqs: int, columns: int, device: torch.device, uploads: Uploads) -> None:
+        self.width = -(-(max_num_seqs + 1) // ALIGN) * ALIGN
+        self.room = 3 * max_num_seqs + 4096  # of changes: every row may enter a new block
         self.changes_at = len(PADDING) * self.width
         self.columns_at = -(-(self.changes_at + self.room) // ALIGN) * ALIGN
         self.copy = CopyIn(self.columns_at + columns, device)
@@ -69,12 +68,12 @@ class StepInput:
         self._rows = self.copy.target[: self.changes_at].view(len(PADDING), self.width)
         self._views: dict[int, RowViews] = {}
 
-    def bring(self, plan: StepPlan, shape: StepShape, logprob_rows: I32 | None, columns: I32) -> Tensor:
+    def bring(self, plan: StepPlan, shape: StepShape, logprob_rows: I32, columns: I32) -> Tensor:
         """Queue the copies of a step.
 
         Args:
-            logprob_rows: device rows that report log-probabilities of their token, if any.
-            columns: sampling parameters on the host, brought when a slot begins.
+            logprob_rows: rows that report log-probabilities of their token.
+            columns: sampling parameters on the host, brought when a request begins.
 
         Returns:
             int32 [3, E] on the device: slots, indices and block ids of new entries of the block table.
@@ -89,7 +88,7 @@ class StepInput:
         if 0 < size <= self.room:
             host[self.changes_at : self.changes_at + size] = values
             parts = [slice(0, self.changes_at + size)]
-        if plan.admitted:
+        if plan.new_requests:
             host[self.columns_at :] = columns
             parts.append(slice(self.columns_at, None))
         self.copy.send(*parts)
@@ -110,7 +109,7 @@ class StepInput:
             )
         return self._views[count]
 
-    def _fill(self, host: I32, shape: StepShape, logprob_rows: I32 | None) -> None:
+    def _fill(self, host: I32, shape: StepShape, logprob_rows: I32) -> None:
         """Write the rows of a step; [QUERY_START, 0] is always 0."""
         rows, padded = len(shape.slots), shape.bucket_rows
         if padded > rows:
@@ -123,5 +122,4 @@ class StepInput:
         if shape.num_samples < rows:
             host[SAMPLE_SLOTS, :rows][~shape.samples] = -1
         host[POSITIONS, :rows] = shape.ends
-        if logprob_rows is not None:
-            host[LOGPROB_ROWS, : len(logprob_rows)] = logprob_rows
+        host[LOGPROB_ROWS, : len(logprob_rows)] = logprob_rows

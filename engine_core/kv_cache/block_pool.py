@@ -5,7 +5,6 @@ request may still find it. Order of the free list: blocks without a hash first (
 least recently used first. Invariant: `find(hash) == block` exactly when `hash_of(block) == hash`.
 
 Block 0 is the null block: never handed out, never freed; padded rows and unused table entries point at it.
-Knows no request and no tensor.
 """
 
 from __future__ import annotations
@@ -41,6 +40,15 @@ class BlockPool:
 
     def find(self, digest: bytes) -> int | None:
         return self._block_of.get(digest)
+
+    def find_all(self, digests: Iterable[bytes]) -> list[int]:
+        """The blocks of these hashes, up to the first one that is not here."""
+        blocks: list[int] = []
+        for digest in digests:
+            if (block := self._block_of.get(digest)) is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def hash_of(self, block: int) -> bytes | None:
         return self._hash[block]

@@ -1,7 +1,7 @@
 """Which blocks a request holds, on the device and on the host; prefix reuse, copy-on-write, swap.
 
 All decisions are written down as *events* for the next step plan. Copies within the device run before its rows; swaps
-between device and host run beside this step and later ones, see `transfers`.
+between device and host run beside this step and later ones, see `swaps`.
 
 The host pool holds swapped-out requests (referenced) and, as a second tier, copies of prefix blocks (free, hashed).
 A block is copied there as soon as it is full and has a hash. So evicting it costs nothing, and pushing a request out
@@ -18,26 +18,22 @@ from wavecore.engine_core.kv_cache.block_pool import BlockPool
 from wavecore.engine_core.kv_cache.swaps import Transfers
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.request import Request
-from wavecore.engine_core.scheduling.slots import NEVER
+
+NEVER = (1 << 31) - 1  # a length that no sequence reaches
 
 
 @dataclass(slots=True)
 class KVEvents:
-    """What a plan must tell the runner; `table` entries are (slot, first index, block ids).
-
-    Attributes:
-        owned: what `copies` read; released when the step came back.
-    """
+    """What a plan must tell the runner; `table` entries are (slot, first index, block ids)."""
 
     step_id: int
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     table: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    owned: list[tuple[BlockPool, int]] = field(default_factory=list)
 
 
-class Admitted(NamedTuple):
+class Allocated(NamedTuple):
     """Tokens of a request whose KV is there, and whether a part of it is still on its way from the host."""
 
     tokens: int
@@ -46,11 +42,12 @@ class Admitted(NamedTuple):
 
 @dataclass(slots=True)
 class _Prefix:
-    """Reusable start of a sequence: `shared` device blocks, then one entry a block to fill from `sources`."""
+    """Reusable start of a sequence: blocks to share, then blocks to copy, one of the device or some of the host."""
 
-    shared: list[int]
-    sources: list[tuple[BlockPool, int]]
     tokens: int
+    shared: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+    on_host: list[int] = field(default_factory=list)
 
 
 class KVCacheManager:
@@ -64,6 +61,7 @@ class KVCacheManager:
         self.watermark = int(watermark * self.device.usable)
         self.events = KVEvents(0)
         self.transfers = Transfers()
+        self.copied: dict[int, list[int]] = {}  # by step id: what its copies read, owned until the step came back
         self.swap_pays = True  # copying a block out and back costs less than computing it again
         self.queries = self.hits = 0  # prompt tokens looked up, and found
         # Filled by rows or copies of the plan in the making: none of its copies may read them.
@@ -77,15 +75,15 @@ class KVCacheManager:
         self._unwritten.clear()
         return events
 
-    def settle(self, events: KVEvents) -> None:
-        """The plan came back."""
-        for pool, block in events.owned:
-            pool.release((block,))
+    def step_done(self, step_id: int) -> None:
+        """The step came back: its copies have read their sources."""
+        self.device.release(self.copied.pop(step_id, ()))
 
-    def void(self, events: list[KVEvents]) -> list[Request]:
-        """The plans of `events` did not happen, nor does the one in the making. Returns what all transfers loaded."""
-        for each in (*events, self.events):
-            self.settle(each)
+    def void(self) -> list[Request]:
+        """The plans that did not come back never happened, nor does the one in the making. Returns what all transfers
+        loaded."""
+        for step_id in list(self.copied):
+            self.step_done(step_id)
         step_id = self.events.step_id
         self.events = KVEvents(step_id)
         self._unwritten.clear()
@@ -100,7 +98,7 @@ class KVCacheManager:
 
     # --- a request comes and goes ---------------------------------------------------------------------------------
 
-    def admit(self, request: Request, source: Request | None, reserve: int) -> Admitted | None:
+    def allocate(self, request: Request, source: Request | None, reserve: int) -> Allocated | None:
         """Give the request blocks for all its tokens, reusing what is there; at least one token stays to compute.
 
         The whole sequence must fit at once: two half-prefilled prompts can then never fight for the rest.
@@ -116,10 +114,10 @@ class KVCacheManager:
         total = -(-len(request.tokens) // self.block_size)
         prefix = self._fork(request, source) if source is not None else self._find(request)
         blocks = self._claim(prefix, total, reserve)
-        if blocks is None and prefix.sources and not request.host_blocks:
+        if blocks is None and not request.host_blocks and (prefix.copied or prefix.on_host):
             # A copied last block needs its source and its copy at once, one block more than the sequence alone.
-            cut = _Prefix(prefix.shared, [], len(prefix.shared) * self.block_size)
-            blocks, prefix = self._claim(cut, total, reserve), cut
+            prefix = _Prefix(len(prefix.shared) * self.block_size, prefix.shared)
+            blocks = self._claim(prefix, total, reserve)
         if blocks is None:
             return None
         if request.host_blocks:
@@ -131,10 +129,9 @@ class KVCacheManager:
                 self.queries += len(request.tokens)
                 self.hits += prefix.tokens
         request.blocks = blocks
-        loading = any(pool is self.host for pool, _ in prefix.sources)
-        if loading:
+        if prefix.on_host:
             self.transfers.of(self.events.step_id).loading.append(request)
-        return Admitted(prefix.tokens, loading)
+        return Allocated(prefix.tokens, bool(prefix.on_host))
 
     def grow(self, request: Request, slot: int, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens in all. False when no block is free; what was added stays."""
@@ -159,7 +156,7 @@ class KVCacheManager:
         if not (needed and self.swap_pays) or self.host.num_free < needed or request.needs_prompt_states:
             return False
         if not self._unwritten.keys().isdisjoint(held):
-            return False  # this very plan admitted it: nothing is in them yet
+            return False  # this very plan began it: nothing is in them yet
         for block in held:
             self._save(block)
             digest = self.device.hash_of(block)
@@ -214,65 +211,54 @@ class KVCacheManager:
 
     def _find(self, request: Request) -> _Prefix:
         """The longest known prefix: device blocks by hash, then host blocks (its own, or the second tier)."""
-        n = request.swapped or len(request.tokens)
         if request.needs_prompt_states:
-            return _Prefix([], [], 0)
-        shared: list[int] = []
-        sources: list[tuple[BlockPool, int]] = []
-        for i in range(-(-n // self.block_size)):
-            digest = request.hashes[i] if i < len(request.hashes) else None
-            block = None if digest is None or sources else self.device.find(digest)
-            if block is not None:
-                shared.append(block)
-            elif request.host_blocks:
-                sources.append((self.host, request.host_blocks[i]))
-            elif digest is not None and (host := self.host.find(digest)) is not None:
-                sources.append((self.host, host))
-            else:
-                break
-        found = min((len(shared) + len(sources)) * self.block_size, n)
-        if found == len(request.tokens) and not sources:
-            # All of it is there. The last token must run to give logits, and would write into a shared block.
-            last = shared.pop()
-            found -= self.block_size
-            if last not in self._unwritten:
-                sources.append((self.device, last))
-                found += self.block_size - 1
-        elif found == len(request.tokens):
-            found -= 1
-        return _Prefix(shared, sources, found)
+            return _Prefix(0)
+        wanted = request.swapped or len(request.tokens)
+        hashes = request.hashes[: -(-wanted // self.block_size)]
+        shared = self.device.find_all(hashes)
+        if request.host_blocks:
+            on_host = request.host_blocks[len(shared) :]
+        else:
+            on_host = self.host.find_all(hashes[len(shared) :])
+        found = min((len(shared) + len(on_host)) * self.block_size, wanted)
+        if found < len(request.tokens):
+            return _Prefix(found, shared, on_host=on_host)
+        # All of it is there, but the last token must run to give logits, and writes into the last block ...
+        if on_host:
+            return _Prefix(found - 1, shared, on_host=on_host)
+        return self._copy_last(shared, found - 1)  # ... which others may share
 
     def _fork(self, request: Request, source: Request) -> _Prefix:
         """Share the prompt's blocks; the one that holds its last token is copied, since both will write there."""
         tokens = len(request.tokens) - 1
-        full = tokens // self.block_size
         if tokens % self.block_size == 0:
-            return _Prefix(source.blocks[:full], [], tokens)
-        last = source.blocks[full]
+            return _Prefix(tokens, source.blocks[: tokens // self.block_size])
+        return self._copy_last(source.blocks[: tokens // self.block_size + 1], tokens)
+
+    def _copy_last(self, blocks: list[int], tokens: int) -> _Prefix:
+        """These blocks for so many tokens, the last one as a copy; without it where its content is not there yet."""
+        *shared, last = blocks
         if last in self._unwritten:
-            return _Prefix(source.blocks[:full], [], full * self.block_size)
-        return _Prefix(source.blocks[:full], [(self.device, last)], tokens)
+            return _Prefix(len(shared) * self.block_size, shared)
+        return _Prefix(tokens, shared, [last])
 
     def _claim(self, prefix: _Prefix, total: int, reserve: int) -> list[int] | None:
-        fresh = total - len(prefix.shared)
-        copied = [block for pool, block in prefix.sources if pool is self.device]
-        idle = sum(self.device.refs(block) == 0 for block in (*prefix.shared, *copied))
+        """`total` blocks: the prefix's, and fresh ones with the copies that fill them; None when too few are free."""
+        reused, fresh = (*prefix.shared, *prefix.copied), total - len(prefix.shared)
+        idle = sum(self.device.refs(block) == 0 for block in reused)
         if self.device.num_free - idle - fresh < reserve:
             return None
         # Hits are touched before anything is allocated: allocation evicts, and must not evict a hit.
-        self.device.acquire(prefix.shared)
-        self.device.acquire(copied)
-        self.events.owned += [(self.device, block) for block in copied]
-        blocks = list(prefix.shared)
-        for pool, block in prefix.sources:
-            blocks.append(self.device.allocate())
-            if pool is self.host:
-                self._move_in(block, blocks[-1])
-            else:
-                self.events.copies.append((block, blocks[-1]))
-                self._unwritten[blocks[-1]] = None  # all copies of a plan run at once
-        blocks += [self.device.allocate() for _ in range(total - len(blocks))]
-        return blocks
+        self.device.acquire(reused)
+        blocks = [self.device.allocate() for _ in range(fresh)]
+        for host, block in zip(prefix.on_host, blocks, strict=False):
+            self.events.swap_in.append((_host_id(host), block))
+            self._own(block, host)
+        for source, block in zip(prefix.copied, blocks, strict=False):
+            self.copied.setdefault(self.events.step_id, []).append(source)
+            self.events.copies.append((source, block))
+            self._unwritten[block] = None  # all copies of a plan run at once
+        return [*prefix.shared, *blocks]
 
     def _save(self, block: int) -> None:
         """Copy a findable block to the second tier, unless it is there."""
@@ -286,13 +272,10 @@ class KVCacheManager:
 
     def _move_out(self, block: int, host: int) -> None:
         self.events.swap_out.append((block, _host_id(host)))
-        self._own_both(block, host)
+        self._own(block, host)
 
-    def _move_in(self, host: int, block: int) -> None:
-        self.events.swap_in.append((_host_id(host), block))
-        self._own_both(block, host)
-
-    def _own_both(self, block: int, host: int) -> None:
+    def _own(self, block: int, host: int) -> None:
+        """The plan's transfer owns both ends of a copy."""
         transfer = self.transfers.of(self.events.step_id)
         transfer.own(self.device, block)
         transfer.own(self.host, host)

@@ -26,10 +26,10 @@ from wavecore.engine_core.request import Request
 from wavecore.transport.errors import WavecoreError
 from wavecore.transport.io.curve import CurveServer
 from wavecore.transport.io.input_pump import AbortIn, AddIn, InputPump, UtilityIn
-from wavecore.transport.io.output_pump import ClientGone, Counters, OutputPump, PumpFailed
+from wavecore.transport.io.output_pump import ClientGone, OutputPump, PumpFailed
 from wavecore.transport.processes.child import ChildLife, as_wavecore_error
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _NOTHING_RAN_SECONDS = 0.005
 _JOIN_SECONDS = 4.0
 
@@ -82,7 +82,7 @@ class EngineCoreProc:
             engine=index,
             version=version,
             resolved=self._resolved,
-            counters=lambda: Counters(*core.counters),
+            counters=lambda: core.counters,
             input_queue=self.input_queue,
             curve=curve,
         )
@@ -118,9 +118,9 @@ class EngineCoreProc:
         try:
             self.run_busy_loop()
         except Exception as error:
-            words = self._life.report_failure(error)
-            log.exception("the engine ends: %s", words.message)
-            self._output.put_dead(words.code, words.message, words.phase, words.rank, words.traceback)
+            why = self._life.report_failure(error)
+            logger.exception("the engine ends: %s", why.message)
+            self._output.put_dead(why.code, why.message, why.phase, why.rank, why.traceback)
             raise
         finally:
             self._input.stop()
@@ -144,12 +144,13 @@ class EngineCoreProc:
             self._process_input_queue(moved)
             if not core.has_work:
                 continue
-            outputs, executed = core.step()
-            moved = executed or bool(outputs or core.in_flight)
+            outputs, launched = core.step()
+            moved = launched or bool(outputs or core.in_flight)
             if moved:
                 self._progress.beat()
             if outputs:
-                self._output.put(outputs, core.counters[1:])
+                now = core.counters
+                self._output.put(outputs, (now.running, now.waiting, now.tokens))
 
     def _process_input_queue(self, moved: bool) -> None:
         if not self.core.has_work:
@@ -174,7 +175,7 @@ class EngineCoreProc:
             case ClientGone():
                 ended = self.core.abort_client(item.client)
                 if ended and item.reason:
-                    log.warning("%d requests of client %s end: %s", ended, item.client.hex()[:8], item.reason)
+                    logger.warning("%d requests of client %s end: %s", ended, item.client.hex()[:8], item.reason)
             case UtilityIn():
                 self._call(item)
             case StopIn():
@@ -184,11 +185,11 @@ class EngineCoreProc:
 
     def _call(self, item: UtilityIn) -> None:
         try:
-            value, frames = self.core.utility(item.method, item.args)
+            value, frames = self.core.utilities.call(item.method, item.args)
         except WavecoreError as error:
             self._output.put_result(item.client, item.call, error=error)
         except Exception as error:  # a failed call fails its caller, not the engine
-            log.exception("utility call %s failed", item.method)
+            logger.exception("utility call %s failed", item.method)
             self._output.put_result(item.client, item.call, error=as_wavecore_error(error))
         else:
             self._output.put_result(item.client, item.call, value, frames)

@@ -1,30 +1,65 @@
-"""Whose options made a step too big? A guess, for a step that ran out of memory although steps were small already."""
+"""What becomes of a step that failed: who is at fault ends, and all others are computed again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
 
-from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.request import Request
+from wavecore.engine_core.plan import LOGPROB_CHUNK, OutOfMemory, RequestFault, RunnerInfo, StepPlan
+from wavecore.engine_core.request import Request, State
+from wavecore.engine_core.scheduling.requests import Requests
+from wavecore.engine_core.scheduling.step_budget import StepBudget
+from wavecore.transport.errors import WavecoreError
+from wavecore.transport.wire.messages import FinishReason
+
+logger = logging.getLogger(__name__)
 
 SMALL_STEP = 256  # tokens; of a larger step its own size is the first suspect
-POSITIONS_AT_ONCE = 64  # prompt positions whose log-probabilities exist at once, about
-Row = tuple[Request, int, bool]
+Row = tuple[Request, int, bool]  # request, query length, whether it samples
 
 
-def most_demanding(rows: Iterable[Row], info: RunnerInfo) -> tuple[Request, str] | None:
-    """The request whose options need most memory in a step, and their names; None where no row has any.
+def recover(
+    fault: RequestFault | OutOfMemory, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo
+) -> None:
+    """A step failed, and the runner dropped every step in flight: end the request at fault and queue the others."""
+    logger.error("a step failed: %s", fault)
+    error: WavecoreError = fault
+    if isinstance(fault, RequestFault):
+        request = requests.slots.requests[fault.slot]
+    else:
+        request, error = _at_fault(fault, failed, requests, budget, info)
+    requests.roll_back("a failed step is computed again")
+    if request is not None and request.state is not State.ENDED:
+        requests.end(request, FinishReason.ERROR, error)
 
-    Args:
-        rows: request, query length and whether it samples, of each row.
+
+def _at_fault(
+    fault: OutOfMemory, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo
+) -> tuple[Request | None, OutOfMemory]:
+    """Steps become smaller; who must end, and what to tell its client.
+
+    Nobody, the first time and while steps are large. Then whose rare options need most: a guess. Without such options
+    smaller steps go on to be tried, down to one token: that row has failed alone, so it is no guess that it cannot run.
     """
-    worst: tuple[Request, str] | None = None
-    most = 0
-    for request, query_len, samples in rows:
-        needs = _extra_bytes(request, query_len, samples, info)
-        if (size := sum(needs.values())) > most:
-            most, worst = size, (request, ", ".join(needs))
-    return worst
+    if not failed.num_rows:
+        return None, fault
+    budget.shrink(failed.num_tokens)
+    if budget.failures == 1 or failed.num_tokens > SMALL_STEP:
+        return None, fault
+    who = [requests.slots.at(slot) for slot in failed.slots.tolist()]
+    if failed.num_tokens == 1:
+        return who[0], fault
+    found = most_demanding(list(zip(who, failed.query_lens.tolist(), failed.samples.tolist(), strict=True)), info)
+    if found is None:
+        return None, fault
+    request, options = found
+    return request, OutOfMemory(f"{fault}; of its rows this request's needs most memory, for {options}")
+
+
+def most_demanding(rows: list[Row], info: RunnerInfo) -> tuple[Request, str] | None:
+    """The request whose options need most memory in a step, and their names; None where no row has any."""
+    needs = [_extra_bytes(*row, info) for row in rows]
+    most = max(range(len(rows)), key=lambda row: sum(needs[row].values()))
+    return (rows[most][0], ", ".join(needs[most])) if needs[most] else None
 
 
 def _extra_bytes(request: Request, query_len: int, samples: bool, info: RunnerInfo) -> dict[str, int]:
@@ -35,7 +70,7 @@ def _extra_bytes(request: Request, query_len: int, samples: bool, info: RunnerIn
     if request.options.pooling:
         needs["pooling"] = 4 * info.hidden_size * query_len
     if params.prompt_logprobs is not None and query_len > 1:
-        needs["prompt_logprobs"] = 8 * info.vocab_size * min(query_len, POSITIONS_AT_ONCE)
+        needs["prompt_logprobs"] = 8 * info.vocab_size * min(query_len, LOGPROB_CHUNK)
     if params.logprobs is not None and samples:
         needs["logprobs"] = 8 * info.vocab_size
     return needs

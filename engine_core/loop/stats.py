@@ -1,4 +1,7 @@
-"""Where the time of the loop goes and how the cache and the queue do: for `--log-stats`, `stats` and the trace."""
+"""Where the time of the loop goes and how the cache and the queue do: for `--log-stats`, `stats` and the trace.
+
+The trace is a ring buffer of the last turns, exported as a Chrome trace (chrome://tracing, Perfetto).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,16 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-from wavecore.engine_core.loop.trace import PHASES, StepTrace
-from wavecore.engine_core.scheduling.requests import Lifecycle
+import numpy as np
+import numpy.typing as npt
+
+from wavecore.engine_core.scheduling.requests import Requests
 
 logger = logging.getLogger(__name__)
 
+PHASES = ("schedule", "launch", "wait", "update")
+GAUGES = ("rows", "tokens", "running", "waiting", "free_blocks", "preemptions")
+MAX_TURNS = 1000
 LOG_SECONDS = 10.0
 SCHEDULING_SHARE = 0.15  # schedule and update above this share of a step are worth a warning
 
@@ -18,9 +26,9 @@ SCHEDULING_SHARE = 0.15  # schedule and update above this share of a step are wo
 class Stats:
     """Sums over turns of the loop since the start and since the last log line."""
 
-    def __init__(self, life: Lifecycle, log: bool) -> None:
+    def __init__(self, requests: Requests, log: bool) -> None:
         self.trace = StepTrace()
-        self._life = life
+        self._requests = requests
         self._log = log
         self._seconds = [0.0] * len(PHASES)
         self._logged = self._snapshot()
@@ -30,8 +38,8 @@ class Stats:
         """One turn of the loop: its start and the end of each phase, and the size of the step it launched."""
         for i in range(len(PHASES)):
             self._seconds[i] += times[i + 1] - times[i]
-        life = self._life
-        gauges = (life.num_running, len(life.waiting), life.kv.device.num_free, life.totals.preemptions)
+        requests = self._requests
+        gauges = (requests.num_running, len(requests.waiting), requests.kv.device.num_free, requests.totals.preemptions)
         self.trace.record(*times, rows, tokens, *gauges)
         if self._log and times[-1] >= self._log_at:
             if self._log_at:
@@ -40,21 +48,21 @@ class Stats:
 
     def report(self) -> dict[str, Any]:
         """Counters since the start, gauges, and the share of each phase in the loop's time."""
-        life = self._life
-        kv = life.kv
+        requests = self._requests
+        kv = requests.kv
         return {
             **self._snapshot(),
             **self._shares(self._seconds),
-            "running": life.num_running,
-            "waiting": len(life.waiting),
+            "running": requests.num_running,
+            "waiting": len(requests.waiting),
             "cache_usage": _ratio(kv.device.usable - kv.device.num_free, kv.device.usable),
             "hit_rate": _ratio(kv.hits, kv.queries),
         }
 
     def _snapshot(self) -> dict[str, float]:
-        kv = self._life.kv
+        kv = self._requests.kv
         seconds = dict(zip((f"{name}_seconds" for name in PHASES), self._seconds, strict=True))
-        return {**asdict(self._life.totals), **seconds, "cache_queries": kv.queries, "cache_hits": kv.hits}
+        return {**asdict(self._requests.totals), **seconds, "cache_queries": kv.queries, "cache_hits": kv.hits}
 
     @staticmethod
     def _shares(seconds: list[float]) -> dict[str, float]:
@@ -84,6 +92,38 @@ class Stats:
         scheduling = shares["schedule_share"] + shares["update_share"]
         if scheduling > SCHEDULING_SHARE:
             logger.warning("scheduling takes %.0f%% of the loop, more than 15%%: the device waits", 100 * scheduling)
+
+
+class StepTrace:
+    """Costs a turn one row of numbers; the events are made when somebody asks."""
+
+    def __init__(self) -> None:
+        self._ring = np.zeros((MAX_TURNS, 1 + len(PHASES) + len(GAUGES)))
+        self._count = 0
+
+    def record(self, *values: float) -> None:
+        """Start of the turn and end of each phase (seconds of one clock), then the gauges."""
+        self._ring[self._count % MAX_TURNS] = values
+        self._count += 1
+
+    def last(self) -> npt.NDArray[np.float64]:
+        """The values of the latest `record`."""
+        row: npt.NDArray[np.float64] = self._ring[(self._count - 1) % MAX_TURNS]
+        return row
+
+    def chrome(self) -> dict[str, Any]:
+        """{"traceEvents": [...]}: one complete event a phase and one counter event a turn, oldest first."""
+        first = max(0, self._count - MAX_TURNS)
+        events: list[dict[str, Any]] = []
+        for turn in range(first, self._count):
+            times = self._ring[turn % MAX_TURNS, : 1 + len(PHASES)] * 1e6
+            gauges = dict(zip(GAUGES, self._ring[turn % MAX_TURNS, 1 + len(PHASES) :].tolist(), strict=True))
+            common = {"pid": 1, "tid": 1, "cat": "step"}
+            for name, start, end in zip(PHASES, times.tolist(), times[1:].tolist(), strict=False):
+                event = {"name": name, "ph": "X", "ts": start, "dur": end - start, **common}
+                events.append({**event, "args": {"turn": turn, "rows": gauges["rows"], "tokens": gauges["tokens"]}})
+            events.append({"name": "load", "ph": "C", "ts": float(times[0]), **common, "args": gauges})
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -1,72 +1,123 @@
-"""Answers to "what is my request waiting for?" and "where is the memory?"."""
+"""The closed set of methods that a client may call by name: questions to the engine, and its prefix cache forgotten."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
 
+from wavecore.engine_core.loop.stats import Stats
+from wavecore.engine_core.plan import Runner
 from wavecore.engine_core.request import Request, State
-from wavecore.engine_core.scheduling.requests import Lifecycle
+from wavecore.engine_core.scheduling import integrity
+from wavecore.engine_core.scheduling.requests import Requests
+from wavecore.engine_core.scheduling.scheduler import Scheduler
+from wavecore.engine_core.scheduling.step_output import frame
+from wavecore.transport.errors import ValidationError
+from wavecore.transport.wire.messages import TensorFrame
 
 
-def debug_requests(life: Lifecycle, blocked: str, limit: int) -> list[dict[str, Any]]:
-    """One entry a request, running ones first, then the queue in order; at most `limit`.
+class Utilities:
+    """Reads what the loop works on; called between steps, in its thread."""
 
-    Args:
-        blocked: why the last plan did not admit the head of the queue.
-    """
-    queue = life.waiting.requests()
-    running = [request for request in life.all() if not request.queued]
-    place = {id(request): i for i, request in enumerate(queue)}
-    now = life.clock()
-    return [
-        {
-            "client": request.client.hex(),
-            "handle": request.handle,
-            "state": request.state.value,
-            "reason": _reason(life, request, place.get(id(request), 0), blocked),
-            "age": now - request.arrival,
-            "priority": request.options.priority,
-            "prompt_tokens": request.num_prompt,
-            "output_tokens": _known(life, request) - request.num_prompt,
-            "cached_tokens": request.cached_tokens,
-            "blocks": len(request.blocks),
-            "host_blocks": len(request.host_blocks),
-            "preemptions": request.preemptions,
+    def __init__(self, requests: Requests, scheduler: Scheduler, runner: Runner, stats: Stats) -> None:
+        self._requests = requests
+        self._scheduler = scheduler
+        self._runner = runner
+        self._methods: dict[str, Callable[..., Any]] = {
+            "reset_prefix_cache": self.reset_prefix_cache,
+            "check_integrity": self.check_integrity,
+            "debug_requests": self.debug_requests,
+            "memory_stats": self.memory_stats,
+            "stats": stats.report,
+            "export_trace": stats.trace.chrome,
+            "attention_map": self.attention_map,
         }
-        for request in (*running, *queue)[:limit]
-    ]
 
+    def call(self, method: str, args: Mapping[str, Any]) -> tuple[Any, list[TensorFrame]]:
+        """Call a method by name. Returns plain values, and tensors.
 
-def _known(life: Lifecycle, request: Request) -> int:
-    return len(request.tokens) if request.slot < 0 else int(life.slots.known[request.slot])
+        Raises:
+            ValidationError: no such method, or wrong arguments.
+        """
+        function = self._methods.get(method)
+        if function is None:
+            raise ValidationError("method", f"{method!r:.80} is unknown; there are {', '.join(sorted(self._methods))}")
+        try:
+            inspect.signature(function).bind(**args)
+        except TypeError as error:
+            raise ValidationError("args", f"{method}: {error}") from None
+        result = function(**args)
+        return (None, [result]) if isinstance(result, TensorFrame) else (result, [])
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, for instance after a change of weights."""
+        self._requests.reset_prefix_cache()
+        return True
 
-def _reason(life: Lifecycle, request: Request, place: int, blocked: str) -> str:
-    if request.state is State.FORKING:
-        return "the first choice must compute the prompt that they share"
-    if request.state is State.LOADING:
-        return "its blocks are on their way from host memory"
-    if request.state is State.DRAINING:
-        return f"preempted; {life.slots.in_flight[request.slot]} steps in flight must come back first"
-    if request.queued:
-        return blocked or "the next plan takes it" if place == 0 else f"{place} requests are ahead of it"
-    return ""
+    def check_integrity(self) -> bool:
+        """Recount blocks, slots and queues; AssertionError names the first difference."""
+        integrity.check(self._requests)
+        return True
 
+    def attention_map(self, prompt: list[int], layer: int, head: int) -> TensorFrame:
+        """Attention weights float32 [n, n] of one head over a prompt, computed aside from all requests."""
+        return frame("float32", self._runner.attention_map(prompt, layer, head))
 
-def memory_stats(life: Lifecycle, runner: dict[str, int]) -> dict[str, Any]:
-    """KV blocks by state, the runner's bytes by use, and the resident size of this process."""
-    device, host = life.kv.device, life.kv.host
-    return {
-        "block_size": life.kv.block_size,
-        "blocks": device.usable,
-        "blocks_in_use": device.usable - device.num_free,
-        "blocks_cached": device.num_cached,
-        "blocks_evicted": device.evictions,
-        "host_blocks": host.usable,
-        "host_blocks_in_use": host.usable - host.num_free,
-        "host_blocks_cached": host.num_cached,
-        "process_bytes": psutil.Process().memory_info().rss,
-        **runner,
-    }
+    def memory_stats(self) -> dict[str, Any]:
+        """KV blocks by state, the runner's bytes by use, and the resident size of this process."""
+        kv = self._requests.kv
+        return {
+            "block_size": kv.block_size,
+            "blocks": kv.device.usable,
+            "blocks_in_use": kv.device.usable - kv.device.num_free,
+            "blocks_cached": kv.device.num_cached,
+            "blocks_evicted": kv.device.evictions,
+            "host_blocks": kv.host.usable,
+            "host_blocks_in_use": kv.host.usable - kv.host.num_free,
+            "host_blocks_cached": kv.host.num_cached,
+            "process_bytes": psutil.Process().memory_info().rss,
+            **self._runner.memory_stats(),
+        }
+
+    def debug_requests(self, limit: int = 1000) -> list[dict[str, Any]]:
+        """State, age and reason for waiting of at most `limit` requests: running ones, then the queue in order."""
+        if type(limit) is not int or limit < 0:
+            raise ValidationError("limit", f"must be a whole number from 0, not {limit!r:.80}")
+        requests = self._requests
+        queue = requests.waiting.in_order()
+        running = [request for request in requests.all() if not request.queued]
+        now, known = requests.clock(), requests.slots.known
+        return [
+            {
+                "client": request.client.hex(),
+                "handle": request.handle,
+                "state": request.state.value,
+                "reason": self._reason(request, max(place - len(running), 0)),
+                "age": now - request.arrival,
+                "priority": request.options.priority,
+                "prompt_tokens": request.num_prompt,
+                "output_tokens": int(known[request.slot] if request.slot >= 0 else len(request.tokens))
+                - request.num_prompt,
+                "cached_tokens": request.cached_tokens,
+                "blocks": len(request.blocks),
+                "host_blocks": len(request.host_blocks),
+                "preemptions": request.preemptions,
+            }
+            for place, request in enumerate([*running, *queue][:limit])
+        ]
+
+    def _reason(self, request: Request, ahead: int) -> str:
+        """Why a request does not run; "" when it does. `ahead`: requests before it in the queue."""
+        if request.state is State.FORKING:
+            return "the first choice must compute the prompt that they share"
+        if request.state is State.LOADING:
+            return "its blocks are on their way from host memory"
+        if request.state is State.DRAINING:
+            steps = self._requests.slots.in_flight[request.slot]
+            return f"preempted; {steps} steps in flight must come back first"
+        if not request.queued:
+            return ""
+        return f"{ahead} requests are ahead of it" if ahead else self._scheduler.blocked or "the next plan takes it"

@@ -4,69 +4,76 @@ from __future__ import annotations
 
 from collections import Counter
 
-from wavecore.engine_core.kv_cache.manager import KVEvents
+from wavecore.engine_core.kv_cache.manager import KVCacheManager
 from wavecore.engine_core.request import Request, State
-from wavecore.engine_core.scheduling.requests import Lifecycle
+from wavecore.engine_core.scheduling.requests import Requests
+from wavecore.engine_core.scheduling.slots import Slots
 
 
-def check(life: Lifecycle, in_flight: list[KVEvents]) -> None:
-    """AssertionError names the first difference. `in_flight`: the events of steps that did not come back yet."""
-    requests = life.all()
-    _check_blocks(life, requests, [*in_flight, life.kv.events])
-    _check_slots(life, requests)
-    _check_queue(life, requests)
+def check(requests: Requests) -> None:
+    """AssertionError names the first difference."""
+    everyone = requests.all()
+    _check_blocks(requests.kv, everyone)
+    _check_slots(requests.slots, everyone)
+    for request in everyone:
+        if request.slot >= 0:
+            _check_place(requests.slots, request, requests.kv)
+    _check_queue(requests, everyone)
 
 
-def _check_blocks(life: Lifecycle, requests: list[Request], events: list[KVEvents]) -> None:
+def _check_blocks(kv: KVCacheManager, everyone: list[Request]) -> None:
     device: Counter[int] = Counter()
     host: Counter[int] = Counter()
-    for request in requests:
+    for request in everyone:
         device.update(request.blocks)
         host.update(request.host_blocks)
-    for owner in (*events, *life.kv.transfers):
-        for pool, block in owner.owned:
-            (device if pool is life.kv.device else host)[block] += 1
-    life.kv.device.check_integrity(device)
-    life.kv.host.check_integrity(host)
+    for blocks in kv.copied.values():
+        device.update(blocks)
+    for transfer in kv.transfers:
+        for pool, block in transfer.owned:
+            (device if pool is kv.device else host)[block] += 1
+    kv.device.check_integrity(device)
+    kv.host.check_integrity(host)
 
 
-def _check_slots(life: Lifecycle, requests: list[Request]) -> None:
-    s = life.slots
-    taken = {slot for slot, request in enumerate(s.requests) if request is not None}
-    assert taken.isdisjoint(s.free) and len(taken) + len(s.free) == s.num_slots, "slots lost or held twice"
-    for request in requests:
+def _check_slots(s: Slots, everyone: list[Request]) -> None:
+    taken = {slot: request for slot, request in enumerate(s.requests) if request is not None}
+    assert taken.keys().isdisjoint(s.free), "a slot is free and taken"
+    assert len(taken) + len(s.free) == s.max_num_seqs, "slots lost or held twice"
+    for slot, request in taken.items():
+        if request.state is State.ENDED:
+            assert s.in_flight[slot] and not s.live[slot] and not s.runs[slot], f"slot {slot} was not freed"
+    for request in everyone:
         holds = request.state in (State.LOADING, State.RUNNING, State.DRAINING)
         assert holds == (request.slot >= 0), f"{request.state} with slot {request.slot}"
-        if not holds:
-            assert not request.blocks, f"{request.state} with device blocks"
-            continue
-        slot = request.slot
-        assert s.requests[slot] is request and s.live[slot], f"slot {slot} is not its request's"
-        assert s.computed[slot] <= s.length[slot] <= s.limit[slot], f"slot {slot}: counters out of order"
-        assert s.known[slot] <= s.length[slot], f"slot {slot}: more tokens known than exist"
-        if request.state is State.DRAINING:
-            assert not s.runs[slot] and s.in_flight[slot] and not request.blocks, f"slot {slot}: not drained well"
-            continue
-        if request.state is State.LOADING:
-            assert not s.runs[slot] and not s.in_flight[slot], f"slot {slot} runs before its blocks are there"
-            assert sum(request in t.loading for t in life.kv.transfers) == 1, f"slot {slot}: nothing is on its way"
-        else:
-            assert s.runs[slot] or s.in_flight[slot], f"slot {slot} will never move"
-        assert s.capacity[slot] == len(request.blocks) * life.kv.block_size, f"slot {slot}: capacity is wrong"
-        assert s.computed[slot] <= s.capacity[slot], f"slot {slot}: tokens without blocks"
-        assert len(set(request.blocks)) == len(request.blocks), f"slot {slot}: a block twice in one table"
-    for slot in taken:
-        request_or_none = s.requests[slot]
-        if request_or_none is not None and request_or_none.state is State.ENDED:
-            assert s.in_flight[slot] and not s.live[slot] and not s.runs[slot], f"slot {slot} was not freed"
+        assert holds or not request.blocks, f"{request.state} with device blocks"
 
 
-def _check_queue(life: Lifecycle, requests: list[Request]) -> None:
-    waiting = [request for request in requests if request.state in (State.WAITING, State.PREEMPTED)]
-    queued = life.waiting.requests()
-    assert len(queued) == len(life.waiting), "length of the queue is wrong"
-    assert {id(r) for r in waiting} == {id(r) for r in queued}, "waiting requests and the queue differ"
-    assert sum(len(r.tokens) for r in queued) == life.waiting.num_tokens, "tokens of the queue are wrong"
-    forking = [request for request in requests if request.state is State.FORKING]
-    assert sum(len(r.forks) for r in requests) == len(forking), "a further choice is lost"
-    assert sum(len(r.timers) for r in requests) == len(life.timers), "timers and requests differ"
+def _check_place(s: Slots, request: Request, kv: KVCacheManager) -> None:
+    """A request with a slot: its counters, and its blocks."""
+    slot, blocks = request.slot, request.blocks
+    assert s.requests[slot] is request and s.live[slot], f"slot {slot} is not its request's"
+    assert s.computed[slot] <= s.length[slot] <= s.limit[slot], f"slot {slot}: counters out of order"
+    assert s.known[slot] <= s.length[slot], f"slot {slot}: more tokens known than exist"
+    if request.state is State.DRAINING:
+        assert not s.runs[slot] and s.in_flight[slot] and not blocks, f"slot {slot}: not drained well"
+        return
+    if request.state is State.LOADING:
+        assert not s.runs[slot] and not s.in_flight[slot], f"slot {slot} runs before its blocks are there"
+        assert sum(request in t.loading for t in kv.transfers) == 1, f"slot {slot}: nothing is on its way"
+    else:
+        assert s.runs[slot] or s.in_flight[slot], f"slot {slot} will never move"
+    assert s.capacity[slot] == len(blocks) * kv.block_size, f"slot {slot}: capacity is wrong"
+    assert s.computed[slot] <= s.capacity[slot], f"slot {slot}: tokens without blocks"
+    assert len(set(blocks)) == len(blocks), f"slot {slot}: a block twice in one table"
+
+
+def _check_queue(requests: Requests, everyone: list[Request]) -> None:
+    queued = requests.waiting.in_order()
+    waiting = {id(request) for request in everyone if request.state in (State.WAITING, State.PREEMPTED)}
+    assert len(queued) == len(requests.waiting), "length of the queue is wrong"
+    assert waiting == {id(request) for request in queued}, "waiting requests and the queue differ"
+    assert sum(len(request.tokens) for request in queued) == requests.waiting.num_tokens, "queued tokens are wrong"
+    forking = sum(request.state is State.FORKING for request in everyone)
+    assert sum(len(request.forks) for request in everyone) == forking, "a further choice is lost"
+    assert {id(request) for request, _ in requests.timers} <= {id(request) for request in everyone}, "a timer is left"

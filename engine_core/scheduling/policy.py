@@ -8,51 +8,29 @@ request never changes, so the waiting queue is a plain heap and 10,000 waiting r
 from __future__ import annotations
 
 import heapq
-from typing import Protocol
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.request import Request
 
 
-class Policy(Protocol):
-    preempts: bool  # a more urgent arrival may push out a running request
+class Policy:
+    """The setting `scheduling_policy`.
+
+    Attributes:
+        preempts: a more urgent arrival may push out a running request.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._name, self._ageing_seconds = config.scheduling_policy, config.ageing_seconds
+        self.preempts = self._name != "fcfs"
 
     def major(self, priority: int, arrival: float) -> float:
         """First part of the key of a request with this priority (lower = more urgent) that arrived at this second."""
-
-
-class Fcfs:
-    preempts = False
-
-    def major(self, priority: int, arrival: float) -> float:  # noqa: ARG002 (the interface)
-        return 0.0
-
-
-class Priority:
-    preempts = True
-
-    def major(self, priority: int, arrival: float) -> float:  # noqa: ARG002 (the interface)
-        return float(priority)
-
-
-class Hybrid:
-    """Waiting `ageing_seconds` makes up for one level of priority, so nobody starves."""
-
-    preempts = True
-
-    def __init__(self, ageing_seconds: float) -> None:
-        self.ageing_seconds = ageing_seconds
-
-    def major(self, priority: int, arrival: float) -> float:
-        return priority * self.ageing_seconds + arrival
-
-
-def make_policy(config: EngineConfig) -> Policy:
-    if config.scheduling_policy == "fcfs":
-        return Fcfs()
-    if config.scheduling_policy == "priority":
-        return Priority()
-    return Hybrid(config.ageing_seconds)
+        if self._name == "fcfs":
+            return 0.0
+        if self._name == "priority":
+            return float(priority)
+        return priority * self._ageing_seconds + arrival  # waiting makes up for priority, so nobody starves
 
 
 class WaitingQueue:
@@ -90,6 +68,6 @@ class WaitingQueue:
             self._heap = [entry for entry in self._heap if entry[2].queued]
             heapq.heapify(self._heap)
 
-    def requests(self) -> list[Request]:
-        """In order, best first; for reports and checks."""
+    def in_order(self) -> list[Request]:
+        """All, best first; for reports and checks."""
         return [entry[2] for entry in sorted(entry for entry in self._heap if entry[2].queued)]

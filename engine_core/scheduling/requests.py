@@ -3,13 +3,13 @@
     WAITING --start--> RUNNING --close--> ENDED
     WAITING --start--> LOADING --land--> RUNNING (where blocks come from the host)
     FORKING --release_forks--> WAITING (a further choice, once the first one's prompt is computed)
-    RUNNING --preempt--> DRAINING --requeue--> PREEMPTED --start--> RUNNING or LOADING
+    RUNNING --preempt--> DRAINING --free_slots--> PREEMPTED --start--> RUNNING or LOADING
     any state --end--> ENDED
 
 A slot is kept until the last step in flight that touches it came back, whatever became of the request; so a plan's
 slots always mean the requests they meant when it was written. Blocks are freed at once: plans run one after the other,
-so the next owner writes after the last reader; transfers own theirs. Decides nothing: `scheduler` plans, `step_update`
-takes results.
+so the next owner writes after the last reader; transfers own theirs. What runs when is decided by `scheduler`; results
+come through `step_update`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.kv_cache.manager import KVCacheManager, KVEvents
-from wavecore.engine_core.plan import Admission, RunnerInfo
+from wavecore.engine_core.kv_cache.manager import NEVER, KVCacheManager
+from wavecore.engine_core.plan import NewRequest, RunnerInfo
 from wavecore.engine_core.request import Request, State
-from wavecore.engine_core.scheduling.policy import WaitingQueue, make_policy
-from wavecore.engine_core.scheduling.slots import NEVER, Slots
+from wavecore.engine_core.scheduling.policy import Policy, WaitingQueue
+from wavecore.engine_core.scheduling.slots import Slots
 from wavecore.engine_core.scheduling.step_output import Outputs
 from wavecore.engine_core.scheduling.timing_wheel import TimingWheel
 from wavecore.transport.errors import RequestTimeout, ValidationError, WavecoreError
 from wavecore.transport.wire.messages import FinishReason
 
 logger = logging.getLogger(__name__)
+
+DEADLINES = ("timeout", "queue_timeout", "first_token_timeout", "holding")  # what a timer of a request may be for
 
 
 @dataclass(slots=True)
@@ -45,13 +47,20 @@ class Totals:
     finished: int = 0
 
 
-class Lifecycle:
-    """The requests of one engine and everything they hold: places in the queue, slots, blocks, timers."""
+class Requests:
+    """The requests of one engine and everything they hold: places in the queue, slots, blocks, timers.
+
+    Attributes:
+        timers: of (request, one of DEADLINES).
+        by_client: the requests that did not end, by client and handle.
+        clients: by the number that `slots.client` holds.
+        queued_out_reqs, queued_out_bytes: what left the queue for the first time; they only grow.
+    """
 
     def __init__(self, config: EngineConfig, info: RunnerInfo, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.max_holding = config.max_holding_seconds
-        self.policy = make_policy(config)
+        self.policy = Policy(config)
         self.slots = Slots(config.max_num_seqs, info.max_model_len)
         self.kv = KVCacheManager(info, prefix_caching=config.enable_prefix_caching, watermark=config.watermark)
         self.waiting = WaitingQueue()
@@ -59,8 +68,8 @@ class Lifecycle:
         self.outputs = Outputs()
         self.totals = Totals()
         self.by_client: dict[bytes, dict[int, Request]] = {}
-        self.clients: list[bytes] = []  # by the number in the slots' column
-        self.queued_out_reqs = self.queued_out_bytes = 0  # that left the queue for the first time; only grows
+        self.clients: list[bytes] = []
+        self.queued_out_reqs = self.queued_out_bytes = 0
         self._number_of: dict[bytes, int] = {}
         self._free_numbers: list[int] = []  # still name their last client, whose last output may be on its way
         self._arrivals = 0
@@ -68,7 +77,7 @@ class Lifecycle:
     @property
     def num_running(self) -> int:
         """Slots that are taken."""
-        return self.slots.num_slots - len(self.slots.free)
+        return self.slots.max_num_seqs - len(self.slots.free)
 
     @property
     def num_tokens(self) -> int:
@@ -85,7 +94,7 @@ class Lifecycle:
         mine = self.by_client.get(request.client, {})
         handles = range(request.handle, request.handle + request.params.n)
         if any(handle in mine for handle in handles):
-            self._refuse_twin(request, [handle for handle in handles if handle not in mine])
+            self._refuse_duplicate(request, [handle for handle in handles if handle not in mine])
             return
         mine = self.by_client.setdefault(request.client, {})
         request.arrival = self.clock()
@@ -100,13 +109,13 @@ class Lifecycle:
             self._number_of[request.client] = self._new_number(request.client)
         self.waiting.push(request)
 
-    def _refuse_twin(self, request: Request, unknown: list[int]) -> None:
+    def _refuse_duplicate(self, request: Request, unknown: list[int]) -> None:
         """It came twice, or it claims handles of others: those live on, the ones that are new end at once."""
         self._leaves_queue(request)
         message = f"{request.handle} with n={request.params.n} overlaps a request that is still running"
         error = ValidationError("handle", message)
         for handle in unknown:
-            self.outputs.end(request.client, handle, FinishReason.ERROR, _words(error))
+            self.outputs.end(request.client, handle, FinishReason.ERROR, _error_extras(error))
 
     def _new_number(self, client: bytes) -> int:
         if self._free_numbers:
@@ -132,7 +141,7 @@ class Lifecycle:
 
     # --- running --------------------------------------------------------------------------------------------------
 
-    def start(self, request: Request, reserve: int) -> Admission | None:
+    def start(self, request: Request, reserve: int) -> NewRequest | None:
         """Move a waiting request into a free slot, with blocks for all its tokens; None when they are not free.
 
         Args:
@@ -140,27 +149,27 @@ class Lifecycle:
         """
         s = self.slots
         source = request.source if self._may_share(request) else None
-        admitted = self.kv.admit(request, source, reserve)
-        if admitted is None:
+        allocated = self.kv.allocate(request, source, reserve)
+        if allocated is None:
             return None
         self.waiting.remove(request)
         size = self.kv.block_size
-        slot = s.take(request, self._number_of[request.client], admitted.tokens, len(request.blocks) * size)
+        slot = s.take(request, self._number_of[request.client], allocated.tokens, len(request.blocks) * size)
         first_output_block = (len(request.tokens) // size + 1) * size
         s.next_cache[slot] = first_output_block if self.kv.prefix_caching and not request.stale else NEVER
         self.kv.events.table.append((slot, 0, list(request.blocks)))
         if not request.started:
-            request.cached_tokens = 0 if source else admitted.tokens
+            request.cached_tokens = 0 if source else allocated.tokens
             self._leaves_queue(request)
             for choice in (request, *request.forks):  # the request has started, though a fork runs a little later
                 self.stop_timer(choice, "queue_timeout")
         self._start_timer(request, "holding", self.max_holding)
         request.source = None
         request.state = State.RUNNING
-        if admitted.loading:
+        if allocated.loading:
             request.state = State.LOADING
             s.stop(slot)
-        return Admission(
+        return NewRequest(
             slot=slot,
             token_ids=request.tokens,
             num_prompt=request.num_prompt,
@@ -216,8 +225,9 @@ class Lifecycle:
         request.state = State.PREEMPTED
         self.waiting.push(request)
 
-    def settle(self, slots: Iterable[int]) -> None:
-        """No step in flight touches these slots any more, and no further one will."""
+    def free_slots(self, slots: Iterable[int]) -> None:
+        """No step in flight touches these slots any more, and no further one will: requests that gave up theirs, or
+        ended, leave them."""
         for slot in slots:
             request = self.slots.requests[slot]
             if request is None:
@@ -232,13 +242,13 @@ class Lifecycle:
     def end(self, request: Request, finish: FinishReason, error: WavecoreError | None = None) -> None:
         """End a request in any state and tell its client."""
         self.close(request)
-        self.outputs.end(request.client, request.handle, finish, {} if error is None else _words(error))
+        self.outputs.end(request.client, request.handle, finish, {} if error is None else _error_extras(error))
 
     def close(self, request: Request) -> None:
         """Give back all that it holds. Its steps in flight run on and are ignored."""
         assert request.state is not State.ENDED, "a request ends once"
         self._forget(request)
-        for which in list(request.timers):
+        for which in DEADLINES:
             self.stop_timer(request, which)
         if request.queued:
             self.waiting.remove(request)
@@ -283,12 +293,10 @@ class Lifecycle:
 
     def _start_timer(self, request: Request, which: str, seconds: float | None) -> None:
         if seconds is not None:
-            request.timers[which] = self.timers.insert(self.clock() + seconds, (request, which))
+            self.timers.insert(self.clock() + seconds, (request, which))
 
     def stop_timer(self, request: Request, which: str) -> None:
-        timer = request.timers.pop(which, None)
-        if timer is not None:
-            self.timers.cancel(timer)
+        self.timers.cancel((request, which))
 
     # --- everybody ------------------------------------------------------------------------------------------------
 
@@ -301,18 +309,18 @@ class Lifecycle:
             if request.host_blocks:
                 self.kv.free(request)  # swapped out: computed again
 
-    def roll_back(self, void: list[KVEvents], cause: str) -> None:
-        """All steps in flight, with the events `void`, never happened: their requests queue again."""
+    def roll_back(self, cause: str) -> None:
+        """The steps that did not come back never happened: their requests queue again."""
         s = self.slots
-        self._resume(self.kv.void(void))
+        self._resume(self.kv.void())
         self.reset_prefix_cache()
         s.in_flight[:] = 0
         taken = [slot for slot, request in enumerate(s.requests) if request is not None]
         for slot in taken:
             if s.at(slot).state is State.RUNNING:
                 self.preempt(slot, cause, may_swap=False)
-        self.settle(taken)
+        self.free_slots(taken)
 
 
-def _words(error: WavecoreError) -> dict[str, str]:
+def _error_extras(error: WavecoreError) -> dict[str, str]:
     return {"code": error.code, "message": str(error)}

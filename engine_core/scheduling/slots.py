@@ -1,4 +1,4 @@
-"""The state of running requests as numpy columns, one row a slot.
+"""The state of running requests as numpy columns, one entry a slot.
 
 A steady decode step reads and writes whole columns and never walks requests, so its cost hardly grows with their
 number. Positions of one sequence in a slot, from left to right:
@@ -13,43 +13,41 @@ number. Positions of one sequence in a slot, from left to right:
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from wavecore.engine_core.plan import I32, Index
 from wavecore.engine_core.request import Request
 
-NEVER = (1 << 31) - 1
 FEW_STOP_IDS = 8
 
 
 class Slots:
-    """Columns of `num_slots` rows; `tokens` is [num_slots, max_len], touched only as far as sequences reach."""
+    """Columns [max_num_seqs]; `tokens` is [max_num_seqs, max_len], touched only as far as sequences reach."""
 
-    def __init__(self, num_slots: int, max_len: int) -> None:
-        def column() -> npt.NDArray[np.int32]:
-            return np.zeros(num_slots, np.int32)
+    def __init__(self, max_num_seqs: int, max_len: int) -> None:
+        def column() -> I32:
+            return np.zeros(max_num_seqs, np.int32)
 
-        self.num_slots = num_slots
-        self.requests: list[Request | None] = [None] * num_slots
-        self.free = list(range(num_slots - 1, -1, -1))
-        self.tokens = np.zeros((num_slots, max_len), np.int32)
+        self.max_num_seqs = max_num_seqs
+        self.requests: list[Request | None] = [None] * max_num_seqs
+        self.free = list(range(max_num_seqs - 1, -1, -1))
+        self.tokens = np.zeros((max_num_seqs, max_len), np.int32)
         self.computed, self.known, self.length, self.limit = column(), column(), column(), column()
         self.capacity = column()  # tokens that its blocks hold
         self.next_cache = column()  # computed length at which the next block may enter the prefix map
         self.stop_from = column()  # stop ids count from this known length on (min_tokens)
-        self.stop_ids = np.full((num_slots, 1), -1, np.int32)
+        self.stop_ids = np.full((max_num_seqs, 1), -1, np.int32)
         self.in_flight = column()  # steps launched and not yet processed
         self.client = column()
-        self.handle = np.zeros(num_slots, np.uint32)
-        self.major = np.zeros(num_slots, np.float64)
-        self.minor = np.zeros(num_slots, np.int64)
+        self.handle = np.zeros(max_num_seqs, np.uint32)
+        self.major = np.zeros(max_num_seqs, np.float64)
+        self.minor = np.zeros(max_num_seqs, np.int64)
         self.priority = column()
-        self.live = np.zeros(num_slots, np.bool_)  # its output counts
-        self.runs = np.zeros(num_slots, np.bool_)  # it wants rows in further steps
-        self.samples = np.zeros(num_slots, np.bool_)
-        self.prefilling = np.zeros(num_slots, np.bool_)  # not all tokens known at admission are scheduled yet
-        self.first = np.zeros(num_slots, np.bool_)  # nothing was sent to the client yet
+        self.live = np.zeros(max_num_seqs, np.bool_)  # its output counts
+        self.runs = np.zeros(max_num_seqs, np.bool_)  # it wants rows in further steps
+        self.samples = np.zeros(max_num_seqs, np.bool_)
+        self.prefilling = np.zeros(max_num_seqs, np.bool_)  # not all tokens known at its start are scheduled yet
+        self.first = np.zeros(max_num_seqs, np.bool_)  # nothing was sent to the client yet
         self.order = np.zeros(0, np.intp)  # see `ordered`
-        self.order32 = np.zeros(0, np.int32)
         self._changed = True
 
     def take(self, request: Request, client: int, computed: int, capacity: int) -> int:
@@ -85,12 +83,11 @@ class Slots:
         self.runs[slot] = True
         self._changed = True
 
-    def ordered(self) -> npt.NDArray[np.intp]:
-        """Slots that want rows, best key first. `order32` is the same as int32. Neither is ever written to."""
+    def ordered(self) -> Index:
+        """Slots that want rows, best key first; never written to."""
         if self._changed:
-            rows = np.flatnonzero(self.runs)
-            self.order = rows[np.lexsort((self.minor[rows], self.major[rows]))]
-            self.order32 = self.order.astype(np.int32)
+            slots = np.flatnonzero(self.runs)
+            self.order = slots[np.lexsort((self.minor[slots], self.major[slots]))]
             self._changed = False
         return self.order
 
@@ -117,7 +114,7 @@ class Slots:
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
         width = self.stop_ids.shape[1]
         if len(ids) > width:
-            wider = np.full((self.num_slots, len(ids)), -1, np.int32)
+            wider = np.full((self.max_num_seqs, len(ids)), -1, np.int32)
             wider[:, :width] = self.stop_ids
             self.stop_ids = wider
         self.stop_ids[slot] = -1

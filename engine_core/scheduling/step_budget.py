@@ -13,14 +13,12 @@ class StepBudget:
     """The token budget of a step.
 
     Attributes:
-        most: the setting, max_num_batched_tokens.
-        tokens: what holds now, from 1 to `most`.
-        failures: steps that ran out of memory lately; 0 again once steps of `most` tokens were allowed for long.
+        tokens: what holds now, from 1 to `max_num_batched_tokens`.
+        failures: steps that ran out of memory lately; 0 again once steps of full size were allowed for long.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.tokens = most
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self.max_num_batched_tokens = self.tokens = max_num_batched_tokens
         self.failures = 0
         self._patience = PATIENCE
         self._fitted = 0  # steps since the last change
@@ -43,8 +41,8 @@ class StepBudget:
         if self._fitted < self._patience:
             return
         self._fitted = 0
-        if self.tokens < self.most:
-            self.tokens = min(2 * self.tokens, self.most)
+        if self.tokens < self.max_num_batched_tokens:
+            self.tokens = min(2 * self.tokens, self.max_num_batched_tokens)
             logger.info("steps may have %d tokens again", self.tokens)
         else:
             self.failures, self._patience = 0, PATIENCE

@@ -1,19 +1,29 @@
 """Collects what one step tells the clients and makes one `Columns` per client of it, with numpy and no loop over rows.
 
-Two sources: the rows of a step (columns already) and single events (errors, aborts, deadlines).
+Two sources: the rows of a step (columns already) and single events (errors, aborts, deadlines). Extras are sparse: what
+few rows have to say beside their token. Tensors among them are lists of frames, moved to `Columns.frames` at the end.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from wavecore.engine_core.plan import RowLogprobs
-from wavecore.transport.wire.messages import Columns, FinishReason, TensorFrame
+from wavecore.engine_core.plan import I32, U8, Index, RowLogprobs
+from wavecore.transport.wire.columns import FRAME_LISTS, merge
+from wavecore.transport.wire.messages import U32, Columns, FinishReason, TensorFrame
 
-I32 = npt.NDArray[np.int32]
+Extras = dict[str, Any]
+
+
+class _End(NamedTuple):
+    """A request ended without a token of its own."""
+
+    handle: int
+    finish: FinishReason
+    extras: Extras
 
 
 class Outputs:
@@ -24,77 +34,83 @@ class Outputs:
 
     def _clear(self) -> None:
         self._client: I32 = np.zeros(0, np.int32)
-        self._handle: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self._handle: U32 = np.zeros(0, np.uint32)
         self._token: I32 = np.zeros(0, np.int32)
-        self._finish: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self._extras: dict[int, dict[str, Any]] = {}
-        self._tensors: dict[int, dict[str, list[TensorFrame]]] = {}
-        self._ends: list[tuple[bytes, int, FinishReason, dict[str, Any], dict[str, list[TensorFrame]]]] = []
+        self._finish: U8 = np.zeros(0, np.uint8)
+        self._extras: dict[int, Extras] = {}
+        self._ends: dict[bytes, list[_End]] = {}
 
     def __bool__(self) -> bool:
         return bool(len(self._handle) or self._ends)
 
-    def rows(
-        self, client: I32, handle: npt.NDArray[np.uint32], token: I32, finish: npt.NDArray[np.uint8]
-    ) -> dict[int, dict[str, Any]]:
-        """One token each; returns the rows' sparse extras, by row, to be filled in."""
+    def rows(self, client: I32, handle: U32, token: I32, finish: U8) -> dict[int, Extras]:
+        """One token each; returns the rows' extras, by row, to be filled in."""
         assert not len(self._handle), "rows of two steps in one output"
         self._client, self._handle, self._token, self._finish = client, handle, token, finish
         return self._extras
 
-    def row_logprobs(self, row: int, name: str, values: RowLogprobs) -> None:
-        self._tensors.setdefault(row, {})[name] = logprob_frames(values)
-
-    def end(
-        self,
-        client: bytes,
-        handle: int,
-        finish: FinishReason,
-        extras: dict[str, Any],
-        tensors: dict[str, list[TensorFrame]] | None = None,
-    ) -> None:
+    def end(self, client: bytes, handle: int, finish: FinishReason, extras: Extras) -> None:
         """A request ended without a token of its own."""
-        self._ends.append((client, handle, finish, extras, tensors or {}))
+        self._ends.setdefault(client, []).append(_End(handle, finish, extras))
 
     def take(self, clients: list[bytes]) -> dict[bytes, Columns]:
         """Everything collected; `clients` names the client numbers of the rows."""
         if not self:
             return {}
         parts: dict[bytes, Columns] = {}
-        if len(self._handle):
-            numbers = self._client
-            if (numbers == numbers[0]).all():
-                parts[clients[numbers[0]]] = self._columns(np.arange(len(numbers)), identity=True)
-            else:
-                order = np.argsort(numbers, kind="stable")
-                starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
-                for rows in np.split(order, starts[1:]):
-                    parts[clients[numbers[rows[0]]]] = self._columns(rows)
-        ends: dict[bytes, list[tuple[int, FinishReason, dict[str, Any], dict[str, list[TensorFrame]]]]] = {}
-        for client, *end in self._ends:
-            ends.setdefault(client, []).append(tuple(end))  # type: ignore[arg-type]
-        for client, some in ends.items():
-            parts[client] = _append(parts.get(client), some)
+        numbers = self._client
+        if len(numbers) and (numbers == numbers[0]).all():
+            parts[clients[numbers[0]]] = self._columns(slice(None))
+        elif len(numbers):
+            order = np.argsort(numbers, kind="stable")
+            starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
+            for rows in np.split(order, starts[1:]):
+                parts[clients[numbers[rows[0]]]] = self._columns(rows)
+        for client, ends in self._ends.items():
+            ended = _ended(ends)
+            parts[client] = merge(parts[client], ended) if client in parts else ended
         self._clear()
         return parts
 
-    def _columns(self, rows: npt.NDArray[np.int64], identity: bool = False) -> Columns:
-        extras: dict[int, dict[str, Any]] = {}
+    def _columns(self, rows: Index | slice) -> Columns:
+        handles = self._handle[rows]
         frames: list[TensorFrame] = []
-        if self._extras or self._tensors:
-            place = {int(row): i for i, row in enumerate(rows)}
-            for row in self._extras.keys() | self._tensors.keys():
-                if row in place:
-                    extra = extras[place[row]] = dict(self._extras.get(row, {}))
-                    _attach(extra, self._tensors.get(row, {}), frames)
+        extras: dict[int, Extras] = {}
+        if self._extras:
+            for place, row in enumerate(np.arange(len(self._handle))[rows].tolist()):
+                if row in self._extras:
+                    extras[place] = _with_frames(self._extras[row], frames)
         return Columns(
-            handles=self._handle if identity else self._handle[rows],
-            counts=np.ones(len(rows), np.uint32),
-            tokens=self._token if identity else self._token[rows],
-            finish=self._finish if identity else self._finish[rows],
+            handles=handles,
+            counts=np.ones(len(handles), np.uint32),
+            tokens=self._token[rows],
+            finish=self._finish[rows],
             extras=extras,
             frames=tuple(frames),
         )
+
+
+def _ended(ends: list[_End]) -> Columns:
+    """A row without a token for each."""
+    frames: list[TensorFrame] = []
+    return Columns(
+        handles=np.array([end.handle for end in ends], np.uint32),
+        counts=np.zeros(len(ends), np.uint32),
+        tokens=np.zeros(0, np.int32),
+        finish=np.array([end.finish for end in ends], np.uint8),
+        extras={i: _with_frames(end.extras, frames) for i, end in enumerate(ends) if end.extras},
+        frames=tuple(frames),
+    )
+
+
+def _with_frames(extras: Extras, frames: list[TensorFrame]) -> Extras:
+    """A row's extras as they go on the wire: its frames are appended to the client's, and named by their places."""
+    placed = dict(extras)
+    for name in FRAME_LISTS:
+        if name in extras:
+            placed[name] = list(range(len(frames), len(frames) + len(extras[name])))
+            frames.extend(extras[name])
+    return placed
 
 
 def logprob_frames(values: RowLogprobs) -> list[TensorFrame]:
@@ -114,33 +130,3 @@ def join_logprobs(parts: list[RowLogprobs]) -> RowLogprobs:
 def frame(dtype: str, array: npt.NDArray[Any]) -> TensorFrame:
     """A copy of the array for the wire, as `dtype`."""
     return TensorFrame(dtype, array.shape, array.astype(dtype, copy=False).tobytes())
-
-
-def _attach(extra: dict[str, Any], tensors: dict[str, list[TensorFrame]], frames: list[TensorFrame]) -> None:
-    for name, some in tensors.items():
-        extra[name] = list(range(len(frames), len(frames) + len(some)))
-        frames.extend(some)
-
-
-def _append(
-    base: Columns | None, ends: list[tuple[int, FinishReason, dict[str, Any], dict[str, list[TensorFrame]]]]
-) -> Columns:
-    """`base` and one row without a token for each of `ends`."""
-    extras = dict(base.extras) if base else {}
-    frames = list(base.frames) if base else []
-    start = len(base.handles) if base else 0
-    for i, (_, _, extra, tensors) in enumerate(ends, start):
-        if extra or tensors:
-            extras[i] = dict(extra)
-            _attach(extras[i], tensors, frames)
-    handles = np.array([handle for handle, *_ in ends], np.uint32)
-    finish = np.array([finish for _, finish, *_ in ends], np.uint8)
-    zero = np.zeros(len(ends), np.uint32)
-    return Columns(
-        handles=np.concatenate((base.handles, handles)) if base else handles,
-        counts=np.concatenate((base.counts, zero)) if base else zero,
-        tokens=base.tokens if base else np.zeros(0, np.int32),
-        finish=np.concatenate((base.finish, finish)) if base else finish,
-        extras=extras,
-        frames=tuple(frames),
-    )

@@ -1,126 +1,123 @@
-"""Takes what a step produced: appends tokens, finds the ends, caches blocks, hands out. Whole columns at a time; single
-requests are touched only when something happens to them.
+"""Takes what a step produced: appends tokens, finds the ends, caches blocks, hands out.
+
+Works on whole columns; single requests are touched only when something happens to them. `slots` and `sampled` hold
+slots, one for each row of the step and one for each row that drew a token.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
-from wavecore.engine_core.plan import RowLogprobs, StepResult
+import numpy as np
+
+from wavecore.engine_core.plan import I32, U8, Flags, Index, RowLogprobs, StepPlan, StepResult
 from wavecore.engine_core.request import Request
-from wavecore.engine_core.scheduling.requests import Lifecycle
-from wavecore.engine_core.scheduling.scheduler import Rows, Scheduled
+from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.step_output import frame, join_logprobs, logprob_frames
 from wavecore.transport.errors import NumericalError
 from wavecore.transport.wire.messages import FinishReason
 
-I32 = npt.NDArray[np.int32]
-U8 = npt.NDArray[np.uint8]
 
-
-def update(life: Lifecycle, step: Scheduled, result: StepResult) -> None:
+def update(requests: Requests, plan: StepPlan, result: StepResult) -> None:
     """Apply a step's result. Rows of requests that ended meanwhile are ignored; those of preempted ones count."""
-    s = life.slots
-    slots = step.slots
-    life.kv.settle(step.events)
-    life.land(result.transferred)
+    s = requests.slots
+    slots, ends = plan.slots, plan.ends
+    requests.kv.step_done(plan.step_id)
+    requests.land(result.transferred)
     s.in_flight[slots] -= 1
     if result.faults.any():
-        _fail(life, slots[np.flatnonzero(result.faults)])
+        _fail(requests, slots[np.flatnonzero(result.faults)])
     live = s.live[slots]
-    for i, values in result.prompt_logprobs.items():
-        if live[i]:
-            _keep_prompt_logprobs(s.at(int(slots[i])), int(step.plan.starts[i]), values)
-    got = (live & step.samples).nonzero()[0]
-    rows, tokens = (slots, result.tokens) if len(got) == len(slots) else (slots[got], result.tokens[got])
-    known = s.known[rows]
-    s.tokens[rows, known] = tokens
+    for row, values in result.prompt_logprobs.items():
+        if live[row]:
+            _keep_prompt_logprobs(s.at(int(slots[row])), int(plan.starts[row]), values)
+    rows = (live & plan.samples).nonzero()[0]
+    sampled, tokens = (slots, result.tokens) if len(rows) == len(slots) else (slots[rows], result.tokens[rows])
+    known = s.known[sampled]
+    s.tokens[sampled, known] = tokens
     known += 1
-    s.known[rows] = known
-    finish = _finish(life, rows, tokens, known)
-    _cache_blocks(life, slots, step.ends, live)
-    life.totals.output_tokens += len(rows)
-    if len(rows):
-        _report(life, rows, tokens, finish, got, result)
-    for slot in rows[finish > 0].tolist():
-        life.close(s.at(slot))
-    if len(got) < len(slots):
-        _end_unsampled(life, step, result)
-    life.settle(slots[(s.in_flight[slots] == 0) & ~s.runs[slots]].tolist())
+    s.known[sampled] = known
+    finish = _finish(requests, sampled, tokens, known)
+    _cache_blocks(requests, slots, ends, live)
+    requests.totals.output_tokens += len(sampled)
+    if len(sampled):
+        _report(requests, sampled, tokens, finish, rows, result)
+    for slot in sampled[finish > 0].tolist():
+        requests.close(s.at(slot))
+    if len(rows) < len(slots):
+        _end_unsampled(requests, slots, ends, result)
+    requests.free_slots(slots[(s.in_flight[slots] == 0) & ~s.runs[slots]].tolist())
 
 
-def _finish(life: Lifecycle, rows: Rows, tokens: I32, known: I32) -> U8:
-    s = life.slots
-    stop = (s.stop_ids[rows] == tokens[:, None]).any(axis=1) & (known > s.stop_from[rows])
-    full = known >= s.limit[rows]
+def _finish(requests: Requests, sampled: Index, tokens: I32, known: I32) -> U8:
+    s = requests.slots
+    stop = (s.stop_ids[sampled] == tokens[:, None]).any(axis=1) & (known > s.stop_from[sampled])
+    full = known >= s.limit[sampled]
     finish = np.where(full, np.uint8(FinishReason.LENGTH), np.uint8(FinishReason.NONE))
     finish[stop] = FinishReason.STOP
     return finish
 
 
-def _cache_blocks(life: Lifecycle, slots: Rows, ends: I32, live: npt.NDArray[np.bool_]) -> None:
+def _cache_blocks(requests: Requests, slots: Index, ends: I32, live: Flags) -> None:
     """Blocks of output tokens enter the prefix map only now that their ids are known."""
-    s = life.slots
-    for i in (live & (ends >= s.next_cache[slots])).nonzero()[0].tolist():
-        slot = int(slots[i])
-        s.next_cache[slot] = life.kv.register_next(s.at(slot), s.tokens[slot], int(s.next_cache[slot]))
+    s = requests.slots
+    for row in (live & (ends >= s.next_cache[slots])).nonzero()[0].tolist():
+        slot = int(slots[row])
+        s.next_cache[slot] = requests.kv.register_next(s.at(slot), s.tokens[slot], int(s.next_cache[slot]))
 
 
-def _report(life: Lifecycle, rows: Rows, tokens: I32, finish: U8, got: Rows, result: StepResult) -> None:
-    s = life.slots
-    extras = life.outputs.rows(s.client[rows], s.handle[rows], tokens, finish)
-    for i in s.first[rows].nonzero()[0].tolist():
-        request = s.at(int(rows[i]))
-        extras[i] = _first_words(request)
+def _report(requests: Requests, sampled: Index, tokens: I32, finish: U8, rows: Index, result: StepResult) -> None:
+    s = requests.slots
+    extras = requests.outputs.rows(s.client[sampled], s.handle[sampled], tokens, finish)
+    for i in s.first[sampled].nonzero()[0].tolist():
+        request = s.at(int(sampled[i]))
+        extras[i] = _first_extras(request)
         request.reported = True
-        life.stop_timer(request, "first_token_timeout")
-        if request.prompt_logprobs:
-            life.outputs.row_logprobs(i, "prompt_logprobs", join_logprobs(request.prompt_logprobs))
-            request.prompt_logprobs = []
-    s.first[rows] = False
+        requests.stop_timer(request, "first_token_timeout")
+    s.first[sampled] = False
     for i in (finish == FinishReason.STOP).nonzero()[0].tolist():
         token = int(tokens[i])
-        if token in (s.at(int(rows[i])).params.stop_token_ids or ()):
+        if token in (s.at(int(sampled[i])).params.stop_token_ids or ()):
             extras.setdefault(i, {})["stop_token"] = token
     if result.logprobs:
-        place = {row: i for i, row in enumerate(got.tolist())}
+        place = {row: i for i, row in enumerate(rows.tolist())}
         for row, values in result.logprobs.items():
             if row in place:
-                life.outputs.row_logprobs(place[row], "logprobs", values)
+                extras.setdefault(place[row], {})["logprobs"] = logprob_frames(values)
 
 
-def _first_words(request: Request) -> dict[str, int | None]:
-    """Told once a choice: the seed in use, and (with the first choice) how much of the prompt was cached."""
-    words: dict[str, int | None] = {"seed": request.params.seed}
+def _first_extras(request: Request) -> dict[str, Any]:
+    """Told once a choice: the seed in use, its prompt's log-probabilities, and (with the first choice) how much of the
+    prompt was cached."""
+    extras: dict[str, Any] = {"seed": request.params.seed}
     if request.choice == 0:
-        words["cached_tokens"] = request.cached_tokens
-    return words
+        extras["cached_tokens"] = request.cached_tokens
+    if request.prompt_logprobs:
+        extras["prompt_logprobs"] = logprob_frames(join_logprobs(request.prompt_logprobs))
+        request.prompt_logprobs = []
+    return extras
 
 
-def _end_unsampled(life: Lifecycle, step: Scheduled, result: StepResult) -> None:
+def _end_unsampled(requests: Requests, slots: Index, ends: I32, result: StepResult) -> None:
     """Embeddings and max_tokens=0 end with their prompt."""
-    s = life.slots
-    slots = step.slots
-    done = s.live[slots] & ~s.samples[slots] & (step.ends == s.length[slots])
-    for i in done.nonzero()[0].tolist():
-        request = s.at(int(slots[i]))
-        tensors = {}
+    s = requests.slots
+    for row in (s.live[slots] & ~s.samples[slots] & (ends == s.length[slots])).nonzero()[0].tolist():
+        request = s.at(int(slots[row]))
+        extras = _first_extras(request)
         if request.options.pooling:
-            tensors["pooled"] = [frame("float32", result.pooled[i])]
-        if request.prompt_logprobs:
-            tensors["prompt_logprobs"] = logprob_frames(join_logprobs(request.prompt_logprobs))
-        life.close(request)
+            extras["pooled"] = [frame("float32", result.pooled[row])]
+        requests.close(request)
         finish = FinishReason.STOP if request.options.pooling else FinishReason.LENGTH
-        life.outputs.end(request.client, request.handle, finish, _first_words(request), tensors)
+        requests.outputs.end(request.client, request.handle, finish, extras)
 
 
-def _fail(life: Lifecycle, slots: Rows) -> None:
-    for slot in slots[life.slots.live[slots]].tolist():
-        request = life.slots.at(slot)
-        life.kv.forget(request)
+def _fail(requests: Requests, slots: Index) -> None:
+    """These rows held what is no number: their requests end."""
+    for slot in slots[requests.slots.live[slots]].tolist():
+        request = requests.slots.at(slot)
+        requests.kv.forget(request)
         message = "the model's output for this request held NaN or no finite value; its cached blocks were dropped"
-        life.end(request, FinishReason.ERROR, NumericalError(message))
+        requests.end(request, FinishReason.ERROR, NumericalError(message))
 
 
 def _keep_prompt_logprobs(request: Request, start: int, values: RowLogprobs) -> None:

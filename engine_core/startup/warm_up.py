@@ -16,10 +16,9 @@ import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
-from wavecore.engine_core.execution.logprobs import CHUNK
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.execution.step_shape import MAX_BUCKET, bucket
-from wavecore.engine_core.plan import Admission, StepPlan, pairs, table_columns
+from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, StepPlan, pairs, table_columns
 
 LONGEST = 4096  # position of decode rows: none needs more memory, the last ones of a long context only take longer
 Row = tuple[int, int]
@@ -46,7 +45,7 @@ class Sizes:
         """(start, query length) of as few prompts as hold so many tokens."""
         whole, rest = divmod(tokens, self.length)
         lengths = [self.length] * whole + [rest] * (rest > 0)
-        return [(0, length) for length in lengths[: self.rows]]
+        return [(0, length) for length in sorted(lengths[: self.rows])]  # a row of one token goes first
 
     def decode(self, rows: int) -> list[Row]:
         return [(min(self.length, LONGEST) - 1, 1)] * rows
@@ -86,7 +85,7 @@ def largest_graph(runner: ModelRunner, config: EngineConfig) -> StepPlan:
     option of sampling."""
     sizes = Sizes.of(runner, config)
     sizes = replace(sizes, tokens=max(min(sizes.tokens, MAX_BUCKET), sizes.rows))
-    return _admitting(sizes.mixed(), replace(_everything(runner), logprobs=None, prompt_logprobs=None))
+    return _beginning(sizes.mixed(), replace(_everything(runner), logprobs=None, prompt_logprobs=None))
 
 
 def _all_options(sizes: Sizes, everything: SamplingParams, hidden_size: int) -> Iterator[StepPlan]:
@@ -94,9 +93,9 @@ def _all_options(sizes: Sizes, everything: SamplingParams, hidden_size: int) -> 
     prefill, decode, mixed = sizes.prefill(sizes.tokens), sizes.decode(sizes.rows), sizes.mixed()
     embeds = np.zeros((min(sizes.length, sizes.tokens), hidden_size), np.float32)
     for more in ({"prompt_embeds": embeds}, {"pooling": "mean"}, {"pooling": "last"}):
-        yield _admitting(prefill, everything, samples="pooling" not in more, copies=((0, 1),), **more)
+        yield _beginning(prefill, everything, samples="pooling" not in more, copies=((0, 1),), **more)
     for rows in (mixed, prefill, decode):
-        yield _admitting(rows, everything)
+        yield _beginning(rows, everything)
 
 
 def _rare_kernels(sizes: Sizes, everything: SamplingParams, max_blocks: int) -> Iterator[StepPlan]:
@@ -106,20 +105,20 @@ def _rare_kernels(sizes: Sizes, everything: SamplingParams, max_blocks: int) -> 
     # own for most operations. A prompt with a token more than its row reports as many positions as the row is long.
     for count in (min(2, everything.logprobs or 0), everything.logprobs):
         params = replace(everything, logprobs=count, prompt_logprobs=count)
-        yield _admitting(sizes.decode(1), params)
-        for positions in (20, 40, CHUNK):
+        yield _beginning(sizes.decode(1), params)
+        for positions in (20, 40, LOGPROB_CHUNK):
             length = min(positions + 1, sizes.length)
             row = 0, min(positions, sizes.tokens, length)
-            yield _plan([row], [_admission(0, length, params)], samples=False)
+            yield _plan([row], [_new_request(0, length, params)], samples=False)
     # A request that comes back has its output counted: up to 16 tokens, and more (Indexing.cu's index_add_).
     for length in (min(2, sizes.length), min(18, sizes.length)):
-        yield _plan([(0, 1)], [_admission(0, length, everything, output=length - 1)])
+        yield _plan([(0, 1)], [_new_request(0, length, everything, output=length - 1)])
     # A prompt pooled in two steps: the second one adds what the first has kept.
     if sizes.length > 1:
-        yield _plan([(0, 1)], [_admission(0, 2, everything, pooling="mean")], samples=False)
+        yield _plan([(0, 1)], [_new_request(0, 2, everything, pooling="mean")], samples=False)
         yield _plan([(1, 1)], samples=False)
     # A sequence gets all its blocks at once; no other step here changes the block table.
-    yield _plan([(0, 1)], [_admission(0, 1, everything)], entries=[(0, 0, [1] * max_blocks)])
+    yield _plan([(0, 1)], [_new_request(0, 1, everything)], entries=[(0, 0, [1] * max_blocks)])
 
 
 def _few_options(sizes: Sizes) -> Iterator[StepPlan]:
@@ -131,7 +130,7 @@ def _few_options(sizes: Sizes) -> Iterator[StepPlan]:
         SamplingParams(temperature=0.0, seed=0),
     ):
         for rows in (mixed, prefill, decode):
-            yield _admitting(rows, params)
+            yield _beginning(rows, params)
     yield _plan(prefill, samples=False)
 
 
@@ -174,24 +173,24 @@ def _everything(runner: ModelRunner) -> SamplingParams:
     return SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, min_tokens=1, seed=0, **options)
 
 
-def _admission(slot: int, length: int, params: SamplingParams, *, output: int = 0, **more: Any) -> Admission:
+def _new_request(slot: int, length: int, params: SamplingParams, *, output: int = 0, **more: Any) -> NewRequest:
     """A request of so many tokens; the last ones are output, if it comes back after a preemption."""
     if "prompt_embeds" in more:
         more["prompt_embeds"] = more["prompt_embeds"][:length]
-    return Admission(slot, np.zeros(length, np.int32), length - output, params, **more)
+    return NewRequest(slot, np.zeros(length, np.int32), length - output, params, **more)
 
 
-def _admitting(
+def _beginning(
     rows: list[Row], params: SamplingParams, *, samples: bool = True, copies: tuple[Row, ...] = (), **more: Any
 ) -> StepPlan:
     """Every row begins a request as long as the row; the tokens before the row's start do not matter."""
-    admitted = [_admission(slot, length, params, **more) for slot, (_, length) in enumerate(rows)]
-    return _plan(rows, admitted, samples=samples, copies=copies)
+    new_requests = [_new_request(slot, length, params, **more) for slot, (_, length) in enumerate(rows)]
+    return _plan(rows, new_requests, samples=samples, copies=copies)
 
 
 def _plan(
     rows: list[Row],
-    admitted: Sequence[Admission] = (),
+    new_requests: Sequence[NewRequest] = (),
     *,
     samples: bool = True,
     copies: tuple[Row, ...] = (),
@@ -200,14 +199,14 @@ def _plan(
     starts, lengths = np.array(rows, np.int32).T.copy()
     return StepPlan(
         step_id=0,
-        slots=np.arange(len(rows), dtype=np.int32),
+        slots=np.arange(len(rows)),
         starts=starts,
         query_lens=lengths,
-        samples=np.full(len(rows), samples, np.uint8),
+        samples=np.full(len(rows), samples),
         swap_out=pairs(()),
         swap_in=pairs(()),
         copies=pairs(copies),
-        admitted=tuple(admitted),
+        new_requests=tuple(new_requests),
         after=-1,
         **table_columns(entries),
     )

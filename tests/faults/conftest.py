@@ -51,7 +51,7 @@ def until(check: Callable[[], Any], seconds: float = 30.0) -> Any:
 
 
 def right_answer(prompt: Sequence[int], count: int) -> list[int]:
-    """What the scripted model says when nothing goes wrong; see engine_core/scripted.py."""
+    """What the scripted model says when nothing goes wrong; see execution/scripted_runner.py."""
     checksum = seen = 0
     tokens: list[int] = []
     for i in range(len(prompt) + count):

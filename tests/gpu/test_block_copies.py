@@ -128,6 +128,6 @@ def test_a_step_waits_for_its_prompt(runner: Any) -> None:
     hold(runner.state.uploads.stream)
     for plan, want in steps:
         pending = runner.launch(plan)
-        if plan.admitted:
+        if plan.new_requests:
             assert not runner.state.uploads.stream.query(), "the host waited for the upload"
         assert_same(pending.wait(), want)

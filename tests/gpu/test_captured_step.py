@@ -76,11 +76,12 @@ def capture(runner: Any, shape: StepShape) -> torch.cuda.CUDAGraph:
 def replay(runner: Any, plan: StepPlan, graph: torch.cuda.CUDAGraph) -> StepResult:
     """A step whose rows are a replay; the host's part is the runner's own."""
     shape, state = StepShape.of(plan, runner.bucket_limits), runner.state
-    state.admit(plan.admitted)
-    state.apply(state.input.bring(plan, shape, None, state.sampling.host_columns))
+    state.begin(plan.new_requests)
+    extras = Extras(shape, state, runner.out)
+    state.apply(state.input.bring(plan, shape, extras.logprob_rows, state.sampling.host_columns))
     runner.out.clear()
     graph.replay()
-    return Launched(shape, runner.out.send(), Extras(), runner.copies).wait()
+    return Launched(shape, runner.out.send(), extras, runner.copies).wait()
 
 
 def test_a_captured_step_equals_the_eager_one_whatever_came_after_the_capture(tmp_path: Path) -> None:

@@ -183,14 +183,14 @@ def captured_bytes(runner: Any, rows: int, tokens: int) -> int:
     """What a graph of a step of one prompt and otherwise single tokens takes; the step is padding alone."""
     plan = StepPlan(
         step_id=0,
-        slots=np.arange(rows, dtype=np.int32),
+        slots=np.arange(rows),
         starts=np.zeros(rows, np.int32),
         query_lens=np.array([1] * (rows - 1) + [tokens - rows + 1], np.int32),
-        samples=np.ones(rows, np.uint8),
+        samples=np.ones(rows, np.bool_),
         swap_out=pairs(()),
         swap_in=pairs(()),
         copies=pairs(()),
-        admitted=(),
+        new_requests=(),
         **table_columns(()),
     )
     shape = StepShape.of(plan, runner.bucket_limits)

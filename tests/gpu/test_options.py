@@ -137,7 +137,7 @@ def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
     for row in range(3 * len(ASKED)):
         base, change = kinds[row % len(kinds)]
         asked.append(params(BASES[base] | change(bases(base)[row % len(ASKED)].output), row))
-    assert len(asked) > logprobs.CHUNK
+    assert len(asked) > logprobs.LOGPROB_CHUNK
     same: list[bool] = []
     drawn: dict[tuple[int, int], tuple[int, float]] = {}  # by slot and position
 

@@ -57,7 +57,7 @@ def use_small_ring(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_launch_waits_for_nothing(runner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps are launched while the device sleeps, and what the host brings arrives before it is read."""
-    monkeypatch.setattr(logprobs, "CHUNK", 8)  # 20 rows with logprobs: three parts
+    monkeypatch.setattr(logprobs, "LOGPROB_CHUNK", 8)  # 20 rows with logprobs: three parts
     driver = Driver(runner)
     with recorded(runner) as steps:  # which also takes from the device what the allocator has not got yet
         driver.run(SCENARIOS[name](driver), chunk=chunk_of(name))
@@ -72,7 +72,7 @@ def test_requests_begin_while_an_older_step_sleeps(runner: Any, small: bool, mon
         use_small_ring(runner, monkeypatch)
     with recorded(runner) as steps:
         arrive(Driver(runner))
-    assert [len(plan.admitted) for plan, _ in steps[:5]] == [4, 4, 4, 1, 0]
+    assert [len(plan.new_requests) for plan, _ in steps[:5]] == [4, 4, 4, 1, 0]
     launch_ahead(runner, steps, asleep=True)
 
 

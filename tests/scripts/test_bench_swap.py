@@ -41,7 +41,7 @@ def test_steady_requests_decode_in_every_step(tmp_path: Path, name: str) -> None
     assert int(steps) >= 100
     assert len(load.gaps) == 3 * int(steps)
     assert len(load.long_gaps) < int(steps) or name == NEVER
-    load.core.check_integrity()
+    load.core.utilities.check_integrity()
 
 
 def test_a_long_sequence_that_does_not_fit_to_the_host_is_no_figure(tmp_path: Path) -> None:

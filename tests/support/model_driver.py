@@ -10,8 +10,8 @@ import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.factory import make_runner
-from wavecore.engine_core.plan import Admission, RowLogprobs, Runner, StepPlan, StepResult
+from wavecore.engine_core.plan import NewRequest, RowLogprobs, Runner, StepPlan, StepResult
+from wavecore.engine_core.startup.factory import make_runner
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1000)
 
@@ -34,7 +34,7 @@ class Sequence_:
     choice: int = 0
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    admitted: bool = False
+    begun: bool = False
     embeds: Any = None
     pooling: str = ""
     logprobs: list[RowLogprobs] = field(default_factory=list)
@@ -64,8 +64,8 @@ class Driver:
         return Sequence_(list(prompt), len(prompt), slot, count, params, **more)
 
     def preempt(self, sequence: Sequence_) -> None:
-        """Drop its blocks; it is admitted again with all its tokens."""
-        sequence.computed, sequence.admitted, sequence.blocks = 0, False, []
+        """Drop its blocks; it begins again with all its tokens."""
+        sequence.computed, sequence.begun, sequence.blocks = 0, False, []
 
     def move(
         self,
@@ -78,19 +78,20 @@ class Driver:
         none, entries = np.zeros(0, np.int32), np.array(table, np.int32).reshape(-1, 3)
         pairs = (np.array(p, np.int32).reshape(-1, 2) for p in (swap_out, swap_in, copies))
         columns = (np.ascontiguousarray(entries[:, i]) for i in range(3))
-        empty = (none, none, none, np.zeros(0, np.uint8))
+        empty = (np.zeros(0, np.intp), none, none, np.zeros(0, np.bool_))
         return self._run(StepPlan(self.step_id, *empty, *pairs, (), *columns))
 
     def step(self, running: Sequence[Sequence_], chunk: int = 1 << 30) -> StepResult:
         rows = [s for s in running if not s.done]
-        admitted, events = [], []
+        rows.sort(key=lambda s: min(chunk, len(s.tokens) - s.computed) > 1)  # rows with one query token come first
+        new_requests, events = [], []
         lens = [min(chunk, len(s.tokens) - s.computed) for s in rows]
         for s, length in zip(rows, lens, strict=True):
-            if not s.admitted:
+            if not s.begun:
                 ids = np.array(s.tokens, np.int32)
-                admitted.append(Admission(s.slot, ids, s.num_prompt, s.params, s.choice, s.embeds, s.pooling))
+                new_requests.append(NewRequest(s.slot, ids, s.num_prompt, s.params, s.choice, s.embeds, s.pooling))
                 events += [(s.slot, i, block) for i, block in enumerate(s.blocks)]
-                s.admitted = True
+                s.begun = True
             while len(s.blocks) * self.runner.info.block_size < s.computed + length:
                 events.append((s.slot, len(s.blocks), self.next_block))
                 s.blocks.append(self.next_block)
@@ -100,14 +101,14 @@ class Driver:
         none = np.zeros((0, 2), np.int32)
         plan = StepPlan(
             self.step_id,
-            np.array([s.slot for s in rows], np.int32),
+            np.array([s.slot for s in rows], np.intp),
             np.array([s.computed for s in rows], np.int32),
             np.array(lens, np.int32),
-            np.array(samples, np.uint8),
+            np.array(samples, np.bool_),
             none,
             none,
             none,
-            tuple(admitted),
+            tuple(new_requests),
             *(np.ascontiguousarray(table[:, i]) for i in range(3)),
         )
         result = self._run(plan)

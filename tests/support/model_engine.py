@@ -38,7 +38,7 @@ class Engine:
         launch = self.runner.launch
 
         def counting(plan: StepPlan) -> PendingStep:
-            self.preempted += sum(len(a.token_ids) > a.num_prompt for a in plan.admitted)
+            self.preempted += sum(len(a.token_ids) > a.num_prompt for a in plan.new_requests)
             return launch(plan)
 
         self.runner.launch = counting  # type: ignore[method-assign]
@@ -75,7 +75,7 @@ class Engine:
                     else:
                         getattr(out, name).extend(frames[k : k + 3] for k in range(0, len(frames), 3))
                 out.extras.update(extras)
-        self.core.check_integrity()
+        self.core.utilities.check_integrity()
 
     def run(self) -> dict[int, Output]:
         while self.core.has_work:

@@ -34,6 +34,7 @@ class PoisoningRunner(ScriptedRunner):
         places = list(zip(plan.block_slots.tolist(), plan.block_indices.tolist(), strict=True))
         assert len(set(places)) == len(places), "one step writes an entry of the block table twice"
         assert len(set(plan.slots.tolist())) == plan.num_rows and (plan.query_lens > 0).all()
+        assert np.diff(plan.query_lens > 1, prepend=False).sum() <= 1, "rows with one query token come first"
         assert plan.num_rows or len(plan.swap_out) or len(plan.swap_in), "a plan of nothing"
         assert plan.after < plan.step_id
         self.swapped_out += plan.swap_out[:, 0].tolist()
@@ -77,9 +78,9 @@ class Driver:
         self.config = EngineConfig(model="scripted:", **config)
         self.runner = PoisoningRunner(self.config, script=script or Script())
         self.core = EngineCore(self.config, self.runner, **({"clock": clock} if clock else {}))
-        self.runner.pools = self.core.life.kv
-        self._admit_urgent = self.core.scheduler._admit_urgent
-        self.core.scheduler._admit_urgent = self.admit_urgent  # type: ignore[method-assign]
+        self.runner.pools = self.core.requests.kv
+        self._start_urgent = self.core.scheduler._start_urgent
+        self.core.scheduler._start_urgent = self.start_urgent  # type: ignore[method-assign]
         self.check = check
         self.outputs: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
@@ -104,24 +105,24 @@ class Driver:
         for choice in range(params.get("n", 1)):
             self.sent[handle + choice] = (list(prompt), {**params, "choice": choice})
 
-    def admit_urgent(self) -> None:
+    def start_urgent(self) -> None:
         """Nobody more urgent than a running request is left waiting without need."""
-        self._admit_urgent()
-        life = self.core.life
-        head = life.waiting.peek()
+        self._start_urgent()
+        requests = self.core.requests
+        head = requests.waiting.peek()
         if head is not None and len(victims := self.core.scheduler._outranked(head)):
-            comes_free = not life.slots.free and life.slots.in_flight[~life.slots.runs].any()
-            held = Counter(block for slot in victims.tolist() for block in life.slots.at(slot).blocks)
-            freed = sum(life.kv.device.refs(block) == count for block, count in held.items())
-            room = (life.kv.device.num_free + freed) * life.kv.block_size
-            room += life.kv.leaving * life.kv.block_size
-            assert comes_free or room < len(head.tokens) or life.kv.leaving, "an urgent request was passed over"
+            comes_free = not requests.slots.free and requests.slots.in_flight[~requests.slots.runs].any()
+            held = Counter(block for slot in victims.tolist() for block in requests.slots.at(slot).blocks)
+            freed = sum(requests.kv.device.refs(block) == count for block, count in held.items())
+            room = (requests.kv.device.num_free + freed) * requests.kv.block_size
+            room += requests.kv.leaving * requests.kv.block_size
+            assert comes_free or room < len(head.tokens) or requests.kv.leaving, "an urgent request was passed over"
 
     def step(self) -> dict[bytes, Columns]:
         outputs, _ = self.core.step()
         self.steps += 1
         if self.check:
-            self.core.check_integrity()
+            self.core.utilities.check_integrity()
         for columns in outputs.values():
             self._take(columns)
         return outputs
@@ -133,11 +134,23 @@ class Driver:
                 break
             self.step()
         assert not self.core.has_work, "the engine did not come to rest"
-        life = self.core.life
-        assert life.kv.device.num_free == life.kv.device.usable and life.kv.host.num_free == life.kv.host.usable
-        assert len(life.slots.free) == life.slots.num_slots and not len(life.timers) and not len(life.waiting)
-        assert not life._number_of and len(life._free_numbers) == len(life.clients), "a client number is lost"
-        assert life.queued_out_reqs == self.core._admitted_reqs and life.queued_out_bytes == self.core._admitted_bytes
+        requests = self.core.requests
+        assert (
+            requests.kv.device.num_free == requests.kv.device.usable
+            and requests.kv.host.num_free == requests.kv.host.usable
+        )
+        assert (
+            len(requests.slots.free) == requests.slots.max_num_seqs
+            and not len(requests.timers)
+            and not len(requests.waiting)
+        )
+        assert not requests._number_of and len(requests._free_numbers) == len(requests.clients), (
+            "a client number is lost"
+        )
+        assert (
+            requests.queued_out_reqs == self.core._admitted_reqs
+            and requests.queued_out_bytes == self.core._admitted_bytes
+        )
 
     def _take(self, columns: Columns) -> None:
         assert len(columns.handles) == len(set(columns.handles.tolist())), "a handle twice in one step"

@@ -118,11 +118,11 @@ def test_every_address_stays_and_nothing_is_left(folder: Path, table: Any, monke
     draw = random.Random(0)
     plans = 0
     while plans < 200:
-        if len(engine.core.life.all()) < 10:
+        if len(engine.core.requests.all()) < 10:
             prompt, values, embeds, options = random_request(draw, table)
             engine.add(prompt, SamplingParams(**values), embeds=embeds, **options)
         if draw.random() < 0.1:
-            mine = engine.core.life.by_client.get(CLIENT, {})
+            mine = engine.core.requests.by_client.get(CLIENT, {})
             engine.core.abort(CLIENT, [draw.choice(list(mine))] if mine else [])
         engine.step()
         plans += 1

@@ -38,7 +38,7 @@ def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
         put(self, part, logprobs, chosen)
 
     def run(rows: int) -> list[Sequence_]:
-        monkeypatch.setattr(logprobs, "CHUNK", rows)
+        monkeypatch.setattr(logprobs, "LOGPROB_CHUNK", rows)
         driver = Driver(load(folder))
         params = [
             SamplingParams(
@@ -80,7 +80,7 @@ def test_the_rank_counts_what_is_likelier_and_no_equals() -> None:
 @pytest.mark.parametrize("chunk", [1, 64])
 def test_logprobs_do_not_see_bias_and_bans(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """They edit the logits in place."""
-    monkeypatch.setattr(logprobs, "CHUNK", chunk)
+    monkeypatch.setattr(logprobs, "LOGPROB_CHUNK", chunk)
     driver = Driver(load(folder))
     plain = replace(GREEDY, logprobs=3)
     edited = replace(plain, logit_bias={77: 90.0}, bad_words_token_ids=[[5]], min_tokens=9, stop_token_ids=[6])

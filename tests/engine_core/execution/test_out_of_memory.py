@@ -11,8 +11,8 @@ from tests.support.checkpoints import make_config, save_model
 from tests.support.model_driver import load
 
 from wavecore.engine_core.execution import runner
-from wavecore.engine_core.execution.host_memory import pinned_zeros
 from wavecore.engine_core.execution.out_of_memory import is_out_of_memory
+from wavecore.engine_core.execution.pinned_copies import pinned_zeros
 from wavecore.transport.errors import ConfigError
 
 

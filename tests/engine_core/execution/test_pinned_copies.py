@@ -14,7 +14,7 @@ from wavecore.engine_core.execution.pinned_copies import DEPTH, CopyIn, CopyOut
 from wavecore.engine_core.execution.step_input import StepInput
 from wavecore.engine_core.execution.step_shape import MAX_BUCKET, StepShape
 from wavecore.engine_core.execution.uploads import Uploads
-from wavecore.engine_core.plan import Admission, StepPlan
+from wavecore.engine_core.plan import NewRequest, StepPlan
 
 CPU = torch.device("cpu")
 NONE, PAIRS = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
@@ -84,7 +84,7 @@ def test_a_vector_that_was_used_again_is_not_mistaken_for_the_old_one() -> None:
         first.wait()
 
 
-def test_more_output_than_a_plan_can_ask_for_is_our_bug() -> None:
+def test_more_output_than_a_plan_can_hold_is_our_bug() -> None:
     out = CopyOut(2, 6, CPU)
     for _ in range(3):
         out.clear()
@@ -129,14 +129,14 @@ def plan(slots: list[int], lens: list[int], **more: object) -> StepPlan:
     columns = {"starts": [10 * slot for slot in slots], "samples": [1] * len(slots)} | more
     return StepPlan(
         step_id=0,
-        slots=np.array(slots, np.int32),
+        slots=np.array(slots, np.intp),
         starts=np.array(columns["starts"], np.int32),
         query_lens=np.array(lens, np.int32),
-        samples=np.array(columns["samples"], np.uint8),
+        samples=np.array(columns["samples"], np.bool_),
         swap_out=PAIRS,
         swap_in=PAIRS,
         copies=PAIRS,
-        admitted=(),
+        new_requests=(),
         block_slots=np.array(more.get("block_slots", NONE), np.int32),
         block_indices=np.array(more.get("block_indices", NONE), np.int32),
         block_ids=np.array(more.get("block_ids", NONE), np.int32),
@@ -147,7 +147,7 @@ def test_rows_lie_at_the_same_place_whatever_the_step_before() -> None:
     columns = np.zeros(0, np.int32)
     step_input = StepInput(16, 0, CPU, Uploads(CPU))
     big = StepShape.of(plan(list(range(16)), [3] * 16), None)
-    small = plan([5, 2, 7], [4, 1, 1], samples=[0, 1, 1])
+    small = plan([2, 7, 5], [1, 1, 4], samples=[1, 1, 0])
     shape = StepShape.of(small, (64, 16))
     padded = StepShape.of(plan(list(range(9)), [1] * 9), (64, 10))
     assert (padded.bucket_rows, padded.bucket_tokens) == (9, 9)
@@ -161,9 +161,13 @@ def test_rows_lie_at_the_same_place_whatever_the_step_before() -> None:
         assert rows.sample_slots.tolist() == [2, 7, -1]
         assert rows.positions.tolist() == [21, 71, 54]
         assert rows.logprob_rows[:1].tolist() == [1]
-    assert shape.order is not None and shape.plan_rows(np.array([0, 2])) == [1, 0]
     assert step_input.rows(5).slots.data_ptr() == step_input.rows(9).slots.data_ptr()
     assert rows.slots.data_ptr() % 16 == rows.positions.data_ptr() % 16 == rows.query_start.data_ptr() % 16
+
+
+def test_a_plan_whose_rows_are_out_of_order_is_our_bug() -> None:
+    with pytest.raises(AssertionError, match="one query token come first"):
+        StepShape.of(plan([5, 2, 7], [4, 1, 1]), None)
 
 
 @pytest.mark.parametrize("entries", [0, 3])
@@ -179,8 +183,8 @@ def test_a_step_is_one_copy_and_one_more_where_a_slot_begins(
     [(target, _)] = device.queue
     assert target.is_contiguous() and target.data_ptr() == step_input.copy.target.data_ptr()
     assert len(target) == step_input.changes_at + 3 * entries
-    begins = Admission(5, np.zeros(3, np.int32), 3, SamplingParams())
-    step_input.bring(replace(steady, admitted=(begins,)), shape, None, columns)
+    begins = NewRequest(5, np.zeros(3, np.int32), 3, SamplingParams())
+    step_input.bring(replace(steady, new_requests=(begins,)), shape, NONE, columns)
     _, (again, _), (brought, _) = device.queue
     assert again.shape == target.shape and again.data_ptr() == target.data_ptr()
     assert brought.data_ptr() == step_input.columns.data_ptr() and len(brought) == 32
@@ -195,8 +199,8 @@ def test_padding_of_rows_and_tokens() -> None:
     shape = StepShape.of(plan(list(range(18)), lens), (4096, 64))
     assert (shape.bucket_rows, shape.bucket_tokens, shape.max_query_len) == (18, 20, 2)
     shape = StepShape.of(plan(list(range(33)), [1] * 33), (4096, 64))
-    assert (shape.bucket_rows, shape.bucket_tokens, shape.order) == (36, 36, None)
-    step_input.bring(plan([], []), shape, None, NONE)
+    assert (shape.bucket_rows, shape.bucket_tokens) == (36, 36)
+    step_input.bring(plan([], []), shape, NONE, NONE)
     rows = step_input.rows(36)
     assert rows.slots.tolist() == [*range(33), -1, -1, -1]
     assert rows.sample_slots.tolist() == rows.slots.tolist()
@@ -220,6 +224,6 @@ def test_changes_fit_the_vector_or_come_apart(entries: int) -> None:
     slots, indices, ids = np.random.default_rng(1).integers(0, 1 << 20, (3, entries)).astype(np.int32)
     changed = plan([0], [1], block_slots=slots, block_indices=indices, block_ids=ids)
     assert (3 * entries > step_input.room) == (entries == 4000)
-    changes = step_input.bring(changed, StepShape.of(changed, None), None, step_input.columns.numpy())
+    changes = step_input.bring(changed, StepShape.of(changed, None), NONE, step_input.columns.numpy())
     assert (changes.numpy() == np.stack((slots, indices, ids))).all()
     assert step_input.columns.tolist() == [5] * 4

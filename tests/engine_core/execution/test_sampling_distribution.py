@@ -12,7 +12,7 @@ import torch
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution.sampling_state import COLUMN_SIZE, SamplingState
 from wavecore.engine_core.execution.uploads import Uploads
-from wavecore.engine_core.plan import Admission
+from wavecore.engine_core.plan import NewRequest
 from wavecore.kernels import ops
 
 VOCAB, DRAWS = 50, 50_000
@@ -69,10 +69,10 @@ def test_draws_follow_the_exact_distribution(names: tuple[str, ...]) -> None:
     columns = torch.zeros(COLUMN_SIZE, dtype=torch.int32)
     state = SamplingState(ids, VOCAB, (), columns, Uploads(torch.device("cpu")))
     counted = []
-    for chunk in range(5):  # a new admission a chunk: `sample` counts what it draws, which must not feed back
-        admission = Admission(0, ids[0].numpy(), len(PROMPT), SamplingParams(seed=7, **options))
-        truncates, edits = state.admit(admission)
-        state.count(admission)
+    for chunk in range(5):  # a new request a chunk: `sample` counts what it draws, which must not feed back
+        new = NewRequest(0, ids[0].numpy(), len(PROMPT), SamplingParams(seed=7, **options))
+        truncates, edits = state.begin(new)
+        state.count(new)
         draws = DRAWS // 5
         positions = torch.arange(draws, dtype=torch.int32) + 10 + chunk * draws
         rows = state.rows(torch.zeros(draws, dtype=torch.int32), positions, truncates=truncates, edits=edits)

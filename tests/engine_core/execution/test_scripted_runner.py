@@ -33,7 +33,7 @@ def test_reads_through_the_block_table() -> None:
         driver.add(0, [5] * 20, max_tokens=3, temperature=0.0)
         driver.step()
         if damage:
-            block = driver.core.life.slots.at(0).blocks[0]
+            block = driver.core.requests.slots.at(0).blocks[0]
             driver.runner.blocks[block, 3] ^= 1
         driver.run()
         tokens.append(driver.outputs[0])

@@ -26,12 +26,12 @@ def test_a_second_request_computes_only_what_differs() -> None:
     d = driver()
     d.add(0, [*LONG, 1, 2], max_tokens=2)
     d.run()
-    before = d.core.life.totals.prompt_tokens
+    before = d.core.requests.totals.prompt_tokens
     d.add(1, [*LONG, 3, 4], max_tokens=2)
     d.run()
     d.check_all()
     assert (cached(d, 0), cached(d, 1)) == (0, 40)
-    assert d.core.life.totals.prompt_tokens - before == 2
+    assert d.core.requests.totals.prompt_tokens - before == 2
 
 
 def test_a_prompt_that_is_cached_whole_copies_its_last_block() -> None:
@@ -105,7 +105,7 @@ def test_prompt_logprobs_come_once_under_preemption(swap: float) -> None:
         d.add(handle, [handle, *LONG[:20]], max_tokens=20, prompt_logprobs=0)
     d.add(9, LONG[:30], {"priority": 5}, max_tokens=0, prompt_logprobs=0)
     d.run()
-    assert d.core.life.totals.preemptions > 0
+    assert d.core.requests.totals.preemptions > 0
     for handle in range(4):
         ids = np.frombuffer(d.frames[handle]["prompt_logprobs"][0].buffer, np.int32)
         assert ids.tolist() == LONG[:20]
@@ -129,7 +129,7 @@ def test_choices_share_the_prompt() -> None:
         d.run()
         d.check_all()
         assert len({tuple(d.outputs[handle]) for handle in range(n)}) == n
-        assert d.core.life.totals.prompt_tokens == 38 + n - 1
+        assert d.core.requests.totals.prompt_tokens == 38 + n - 1
         assert ["cached_tokens" in d.extras[handle] for handle in range(n)] == [True] + [False] * (n - 1)
 
 
@@ -149,21 +149,21 @@ def test_evicted_prefixes_come_back_from_host_memory() -> None:
     d.run()
     d.add(1, [90, *LONG[:38]], max_tokens=1)  # evicts nearly everything
     d.run()
-    before = d.core.life.totals.prompt_tokens
+    before = d.core.requests.totals.prompt_tokens
     d.add(2, LONG, max_tokens=3)
     d.run()
     d.check_all()
-    assert cached(d, 2) >= 36 and d.core.life.totals.prompt_tokens - before <= 4
+    assert cached(d, 2) >= 36 and d.core.requests.totals.prompt_tokens - before <= 4
 
 
 def test_a_block_is_copied_to_the_host_once_and_before_anybody_needs_its_place() -> None:
     d = driver(swap_space_gib=1.0)
     d.add(0, LONG, max_tokens=9)
     d.run()
-    assert d.core.life.kv.host.num_cached == 12  # 48 tokens were computed
+    assert d.core.requests.kv.host.num_cached == 12  # 48 tokens were computed
     d.add(1, LONG, max_tokens=2)
     d.run()
-    assert d.core.life.kv.host.num_cached == 12 and len(d.runner.swapped_out) == 12
+    assert d.core.requests.kv.host.num_cached == 12 and len(d.runner.swapped_out) == 12
 
 
 def test_the_host_forgets_blocks_of_a_request_that_went_wrong() -> None:
@@ -173,7 +173,7 @@ def test_the_host_forgets_blocks_of_a_request_that_went_wrong() -> None:
     d.add(1, [96, *LONG], max_tokens=3)
     d.run()
     assert d.finish[1] is FinishReason.ERROR
-    assert d.core.life.kv.device.num_cached == d.core.life.kv.host.num_cached == 10  # those of the good one
+    assert d.core.requests.kv.device.num_cached == d.core.requests.kv.host.num_cached == 10  # those of the good one
 
 
 def test_swapping_that_does_not_pay_is_not_done() -> None:
@@ -185,7 +185,7 @@ def test_swapping_that_does_not_pay_is_not_done() -> None:
         d.add(handle, LONG[handle : handle + 12], max_tokens=18)
     d.run()
     d.check_all()
-    totals = d.core.life.totals
+    totals = d.core.requests.totals
     assert totals.preemptions > 0 and totals.swapped_tokens == 0
 
 
@@ -196,11 +196,11 @@ def test_reset_forgets_everything_and_disturbs_nobody() -> None:
         d.add(handle, LONG[:8], max_tokens=30)
     for _ in range(12):
         d.step()
-    assert d.core.utility("reset_prefix_cache", {}) == (True, [])
-    assert d.core.life.kv.device.num_cached == d.core.life.kv.host.num_cached == 0
+    assert d.core.utilities.call("reset_prefix_cache", {}) == (True, [])
+    assert d.core.requests.kv.device.num_cached == d.core.requests.kv.host.num_cached == 0
     d.run()
     d.check_all()
-    d.core.reset_prefix_cache()
+    d.core.utilities.reset_prefix_cache()
     d.add(9, LONG, max_tokens=1)
     d.run()
     assert cached(d, 9) == 0
@@ -212,9 +212,9 @@ def test_after_a_reset_old_and_new_content_never_mix() -> None:
     d.add(0, LONG, max_tokens=30)
     for _ in range(3):
         d.step()
-    d.core.reset_prefix_cache()
+    d.core.utilities.reset_prefix_cache()
     d.run()
-    assert d.core.life.kv.device.num_cached == 0
+    assert d.core.requests.kv.device.num_cached == 0
 
 
 @pytest.mark.parametrize("swap", [0.0, 1.0])
@@ -223,27 +223,27 @@ def test_choices_and_swapped_requests_carry_nothing_over_a_reset(swap: float) ->
     d.add(0, LONG[:13], {"priority": 1}, max_tokens=25, n=4)
     for _ in range(4):
         d.step()
-    old = set(d.core.life.slots.at(0).blocks)
-    d.core.reset_prefix_cache()
+    old = set(d.core.requests.slots.at(0).blocks)
+    d.core.utilities.reset_prefix_cache()
     d.add(9, LONG[20:], {"priority": 0}, max_tokens=20)  # pushes one out
     while d.core.has_work:
         d.step()
-        request = d.core.life.by_client.get(b"c" * 16, {}).get(0)
+        request = d.core.requests.by_client.get(b"c" * 16, {}).get(0)
         if request is not None and request.stale:
-            assert not any(d.core.life.kv.device.hash_of(block) for block in old & set(request.blocks))
+            assert not any(d.core.requests.kv.device.hash_of(block) for block in old & set(request.blocks))
     d.check_all()
-    assert d.core.life.totals.preemptions > 0
+    assert d.core.requests.totals.preemptions > 0
 
 
 def test_a_copy_never_reads_what_its_own_step_writes() -> None:
     """A resumed first choice may hold blocks that another row of this very plan computes: copies run before rows."""
     d = driver()
-    kv = d.core.life.kv
+    kv = d.core.requests.kv
     row, first, fork = (d.core.admit(make_add(i, LONG[:n])) for i, n in enumerate((20, 17, 15)))
-    assert kv.admit(row, None, 0) == (0, False)
+    assert kv.allocate(row, None, 0) == (0, False)
     kv.register(row, 20)
-    assert kv.admit(first, None, 0) == (16, False)
-    assert kv.admit(fork, first, 0) == (12, False)
+    assert kv.allocate(first, None, 0) == (16, False)
+    assert kv.allocate(fork, first, 0) == (12, False)
     assert kv.take_events().copies == []
 
 

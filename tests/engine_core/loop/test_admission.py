@@ -146,10 +146,10 @@ def test_the_queue_is_bounded_in_requests_and_bytes() -> None:
         driver.add(3, [1, 2], n=4)
     driver.run()
     driver.add(4, [1] * 60, max_tokens=1)
-    driver.core.life.queued_out_bytes -= 2000
+    driver.core.requests.queued_out_bytes -= 2000
     with pytest.raises(Overloaded, match="max_num_queued_bytes 1000"):
         admit([1], driver=driver)
-    driver.core.life.queued_out_bytes += 2000
+    driver.core.requests.queued_out_bytes += 2000
     driver.run()
 
 

@@ -68,7 +68,7 @@ def test_holding_time_starts_anew_after_a_preemption() -> None:
     driver.add(1, [3, 4], {"priority": 0}, max_tokens=4)
     for _ in range(8):
         driver.step()
-    assert driver.core.life.totals.preemptions == 1 and 1 in driver.finish
+    assert driver.core.requests.totals.preemptions == 1 and 1 in driver.finish
     clock.now += 8.0
     driver.step()
     assert 0 not in driver.finish

@@ -10,7 +10,7 @@ import pytest
 from tests.support.scheduler_driver import Driver
 
 from wavecore.engine_core.execution.scripted_runner import Script
-from wavecore.engine_core.loop import stats, trace
+from wavecore.engine_core.loop import stats
 from wavecore.transport.errors import ValidationError
 
 SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=512)
@@ -27,7 +27,7 @@ def busy(**config: object) -> Driver:
 
 def test_why_is_my_request_waiting() -> None:
     driver = busy(max_num_batched_tokens=16)
-    entries, _ = driver.core.utility("debug_requests", {})
+    entries, _ = driver.core.utilities.call("debug_requests", {})
     by_handle = {entry["handle"]: entry for entry in entries}
     assert {handle: entry["state"] for handle, entry in by_handle.items()} == {
         0: "running", 1: "forking", 2: "waiting", 3: "waiting",
@@ -36,11 +36,11 @@ def test_why_is_my_request_waiting() -> None:
     assert "budget of 16" in by_handle[2]["reason"] and by_handle[3]["reason"] == "1 requests are ahead of it"
     for _ in range(3):
         driver.step()
-    entries, _ = driver.core.utility("debug_requests", {"limit": 2})
+    entries, _ = driver.core.utilities.call("debug_requests", {"limit": 2})
     assert len(entries) == 2 and entries[0]["output_tokens"] == 1 and entries[0]["age"] >= 0
     assert "places (max_num_seqs) are taken" in entries[1]["reason"]
     driver.run()
-    assert driver.core.utility("debug_requests", {}) == ([], [])
+    assert driver.core.utilities.call("debug_requests", {}) == ([], [])
 
 
 def test_a_request_without_room_says_how_much_is_missing() -> None:
@@ -48,20 +48,20 @@ def test_a_request_without_room_says_how_much_is_missing() -> None:
     driver.add(0, [1] * 30, max_tokens=9)
     driver.add(1, [2] * 30, max_tokens=9)
     driver.step()
-    entries, _ = driver.core.utility("debug_requests", {})
+    entries, _ = driver.core.utilities.call("debug_requests", {})
     assert "30 tokens" in entries[1]["reason"] and "2 of 10 blocks are free" in entries[1]["reason"]
     driver.run()
 
 
 def test_memory_and_stats() -> None:
     driver = busy()
-    memory, _ = driver.core.utility("memory_stats", {})
+    memory, _ = driver.core.utilities.call("memory_stats", {})
     assert memory["blocks"] == 1023 and memory["blocks_in_use"] == 3 and memory["block_size"] == 16
     assert memory["kv_cache_bytes"] == 1024 * 16 * 4 and memory["process_bytes"] > 1 << 20
     driver.run()
-    report, _ = driver.core.utility("stats", {})
+    report, _ = driver.core.utilities.call("stats", {})
     assert report["output_tokens"] == 36 and report["finished"] == 4 and report["steps"] > 20
-    assert sum(report[f"{name}_share"] for name in trace.PHASES) == pytest.approx(1.0)
+    assert sum(report[f"{name}_share"] for name in stats.PHASES) == pytest.approx(1.0)
     assert report["running"] == report["waiting"] == 0 and report["cache_usage"] == 0.0
     assert 0.0 <= report["hit_rate"] <= 1.0
 
@@ -70,7 +70,7 @@ def test_unknown_calls_and_arguments_are_refused() -> None:
     driver = busy()
     for method, args in (("__init__", {}), ("shutdown", {}), ("stats", {"x": 1}), ("debug_requests", {"y": 2})):
         with pytest.raises(ValidationError):
-            driver.core.utility(method, args)
+            driver.core.utilities.call(method, args)
     driver.run()
 
 
@@ -80,10 +80,10 @@ def test_the_trace_keeps_the_last_thousand_turns() -> None:
         driver.add(handle, [1, 2], max_tokens=1)
         driver.step()
     driver.run()
-    exported, _ = driver.core.utility("export_trace", {})
+    exported, _ = driver.core.utilities.call("export_trace", {})
     events = json.loads(json.dumps(exported))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == 4000 and {event["name"] for event in spans} == set(trace.PHASES)
+    assert len(spans) == 4000 and {event["name"] for event in spans} == set(stats.PHASES)
     assert all(event["dur"] >= 0 for event in spans)
     starts = [event["ts"] for event in spans]
     assert starts == sorted(starts)
@@ -110,4 +110,5 @@ def test_counters() -> None:
     assert (counters.steps, counters.running, counters.waiting) == (1, 1, 3)
     assert counters.tokens == 41 + 40 + 5 + 6
     driver.run()
-    assert driver.core.counters[1:] == (0, 0, 0)
+    counters = driver.core.counters
+    assert (counters.running, counters.waiting, counters.tokens) == (0, 0, 0)

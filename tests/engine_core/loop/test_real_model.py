@@ -47,4 +47,4 @@ def test_same_tokens_under_preemption_swap_and_sharing(folder: Path, settings: d
     got, engine = tokens(folder, **settings)
     assert got == expected
     if settings["num_gpu_blocks_override"] == 24:
-        assert engine.core.life.totals.preemptions > 0
+        assert engine.core.requests.totals.preemptions > 0

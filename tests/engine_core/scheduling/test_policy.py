@@ -12,7 +12,7 @@ from tests.support.scheduler_driver import Clock, Driver, make_add
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.scripted_runner import Script
-from wavecore.engine_core.scheduling.policy import WaitingQueue, make_policy
+from wavecore.engine_core.scheduling.policy import Policy, WaitingQueue
 
 SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=512)
 
@@ -22,7 +22,7 @@ def test_hybrid_order_is_that_of_aged_priorities_at_any_time(
     arrivals: list[tuple[int, float]], tau: float, data: st.DataObject
 ) -> None:
     now = data.draw(st.floats(100, 1000))
-    policy = make_policy(EngineConfig(scheduling_policy="hybrid", ageing_seconds=tau))
+    policy = Policy(EngineConfig(scheduling_policy="hybrid", ageing_seconds=tau))
     aged = [priority - (now - arrival) / tau for priority, arrival in arrivals]
     keys = [policy.major(priority, arrival) for priority, arrival in arrivals]
     for i in range(len(keys)):
@@ -48,7 +48,7 @@ def test_queue_against_a_sorted_list() -> None:
             queue.remove(request)
         best = min(model, key=lambda r: (r.major, r.minor), default=None)
         assert queue.peek() is best and len(queue) == len(model) and queue.num_tokens == 3 * len(model)
-    assert queue.requests() == sorted(model, key=lambda r: (r.major, r.minor))
+    assert queue.in_order() == sorted(model, key=lambda r: (r.major, r.minor))
 
 
 @pytest.mark.parametrize(("policy", "first"), [("fcfs", [0, 1, 2, 3]), ("priority", [2, 0, 1, 3])])
@@ -72,7 +72,7 @@ def test_an_urgent_arrival_pushes_out_a_running_request(policy: str, caplog: pyt
     driver.run()
     driver.check_all()
     assert driver.first_step[9] - 10 <= 4
-    assert driver.core.life.totals.preemptions == 1
+    assert driver.core.requests.totals.preemptions == 1
     assert "preempted request 1: request 9 of priority 1 is more urgent" in caplog.text
     assert "computed tokens lost" in caplog.text
 
@@ -82,7 +82,7 @@ def test_equal_priority_pushes_nobody_out() -> None:
     for handle in range(3):
         driver.add(handle, [1 + handle] * 20, {"priority": 1}, max_tokens=20)
     driver.run()
-    assert driver.core.life.totals.preemptions == 0
+    assert driver.core.requests.totals.preemptions == 0
 
 
 def test_an_urgent_request_that_cannot_fit_costs_nobody_its_place() -> None:
@@ -94,7 +94,7 @@ def test_an_urgent_request_that_cannot_fit_costs_nobody_its_place() -> None:
     driver.add(2, [3] * 60, {"priority": 3}, max_tokens=2)
     driver.run()
     driver.check_all()
-    assert driver.core.life.totals.preemptions == 0
+    assert driver.core.requests.totals.preemptions == 0
 
 
 def test_nobody_is_pushed_out_for_a_reserve_or_for_blocks_that_others_hold() -> None:
@@ -105,7 +105,7 @@ def test_nobody_is_pushed_out_for_a_reserve_or_for_blocks_that_others_hold() -> 
     driver.add(2, [3] * 64, {"priority": 3}, max_tokens=2)
     for _ in range(3):
         driver.step()
-    assert driver.core.life.totals.preemptions == 0
+    assert driver.core.requests.totals.preemptions == 0
     driver.run()
     driver.check_all()
 
@@ -119,7 +119,7 @@ def test_the_one_that_others_made_room_for_may_use_the_reserve() -> None:
     driver.add(2, [3] * 36, {"priority": 1}, max_tokens=4)
     driver.run()
     driver.check_all()
-    assert driver.first_step[2] <= 4 + 4 and driver.core.life.totals.preemptions == 1
+    assert driver.first_step[2] <= 4 + 4 and driver.core.requests.totals.preemptions == 1
 
 
 def test_the_more_urgent_prompt_gets_the_budget_first() -> None:

@@ -70,7 +70,7 @@ def play(config: dict[str, Any], plans: list[dict[str, Any]]) -> Driver:
                 driver.add(handle, plan["prompt"], options, plan["client"], **{name: plan[name] for name in names})
             if plan["abort_at"] == now:
                 driver.core.abort(plan["client"], range(handle, handle + plan["n"]))
-                driver.core.check_integrity()
+                driver.core.utilities.check_integrity()
         driver.step()
     driver.run()
     return driver

@@ -38,26 +38,26 @@ def test_eight_blocks_and_six_long_requests(asynchronous: bool, swap: bool) -> N
         driver.add(handle, prompt(handle, 12), max_tokens=18, seed=handle)
     driver.run()
     driver.check_all()
-    totals = driver.core.life.totals
+    totals = driver.core.requests.totals
     assert totals.preemptions > 0
     assert (totals.swapped_tokens > 0) == bool(swap)
-    assert driver.core.life.kv.queries == 6 * 12  # each prompt once, however often it was preempted
+    assert driver.core.requests.kv.queries == 6 * 12  # each prompt once, however often it was preempted
     if swap:  # what came back from the host is not computed again
         assert totals.prompt_tokens <= 6 * 12 + totals.preemptions and totals.recomputed_tokens == 0
 
 
-def test_nothing_is_admitted_in_a_step_where_somebody_made_room() -> None:
+def test_no_waiting_request_starts_in_a_step_where_somebody_made_room() -> None:
     driver = small(num_gpu_blocks_override=12, max_num_batched_tokens=64)
     for handle in range(9):
         driver.add(handle, prompt(handle, 1 + handle), max_tokens=18)
     before = 0
     while driver.core.has_work:
-        steps = driver.core.life.totals.steps
+        steps = driver.core.requests.totals.steps
         driver.step()
-        preempted = driver.core.life.totals.preemptions - before
+        preempted = driver.core.requests.totals.preemptions - before
         before += preempted
-        if preempted and driver.core.life.totals.steps > steps:
-            assert driver.core.in_flight[-1][0].plan.admitted == ()
+        if preempted and driver.core.requests.totals.steps > steps:
+            assert driver.core.in_flight[-1][0].new_requests == ()
     driver.check_all()
     assert before > 2
 
@@ -75,11 +75,11 @@ def test_a_swapped_request_may_end_before_its_copy_is_done(caching: bool) -> Non
         driver.step()
     driver.add(1, prompt(1, 24), {"priority": 0}, max_tokens=5)
     driver.step()
-    life = driver.core.life
-    assert life.totals.swapped_tokens > 0
+    requests = driver.core.requests
+    assert requests.totals.swapped_tokens > 0
     driver.core.abort(CLIENT, [0])
-    driver.core.check_integrity()
-    assert life.kv.host.num_free < 40 and life.kv.leaving > 0
+    driver.core.utilities.check_integrity()
+    assert requests.kv.host.num_free < 40 and requests.kv.leaving > 0
     driver.run()
     for handle in (1, 2):
         assert (driver.outputs[handle], driver.finish[handle]) == driver.expected(handle)
@@ -93,12 +93,12 @@ def swapped_out(driver: Driver) -> None:
         driver.step()
     driver.add(2, prompt(2, 60), {"priority": 0}, max_tokens=1)
     step_until(driver, 0, State.PREEMPTED)
-    assert driver.core.life.totals.swapped_tokens > 20
+    assert driver.core.requests.totals.swapped_tokens > 20
 
 
 def step_until(driver: Driver, handle: int, state: State) -> None:
     for _ in range(100):
-        if driver.core.life.by_client[CLIENT][handle].state is state:
+        if driver.core.requests.by_client[CLIENT][handle].state is state:
             return
         driver.step()
     raise AssertionError(f"request {handle} is never {state.value}")
@@ -110,9 +110,9 @@ def test_others_run_on_while_blocks_come_back_from_the_host() -> None:
         enable_prefix_caching=False,
     )  # fmt: skip
     swapped_out(driver)
-    request = driver.core.life.by_client[CLIENT][0]
+    request = driver.core.requests.by_client[CLIENT][0]
     step_until(driver, 0, State.LOADING)
-    [report] = [entry for entry in driver.core.debug_requests() if entry["handle"] == 0]
+    [report] = [entry for entry in driver.core.utilities.debug_requests() if entry["handle"] == 0]
     assert report["state"] == "loading" and "host memory" in report["reason"]
     steps, seen = 0, len(driver.outputs[1])
     while request.state is State.LOADING:
@@ -121,7 +121,7 @@ def test_others_run_on_while_blocks_come_back_from_the_host() -> None:
     assert steps >= SLOW.transfer_steps and len(driver.outputs[1]) - seen == steps
     driver.run()
     driver.check_all()
-    assert driver.core.life.totals.recomputed_tokens == 0
+    assert driver.core.requests.totals.recomputed_tokens == 0
 
 
 def test_a_transfer_that_never_seems_to_end_holds_up_only_who_needs_it() -> None:
@@ -147,7 +147,7 @@ def test_nobody_is_pushed_out_for_blocks_that_are_coming_free() -> None:
             driver.add(handle, prompt(handle, 14), max_tokens=12)
         driver.run()
         driver.check_all()
-        preemptions.append(driver.core.life.totals.preemptions)
+        preemptions.append(driver.core.requests.totals.preemptions)
     assert preemptions == [1, 1]
 
 
@@ -185,7 +185,7 @@ def test_what_was_copied_is_not_computed_again() -> None:
                 driver.step()
         driver.run()
         driver.check_all()
-        assert driver.core.life.totals.recomputed_tokens == 0
+        assert driver.core.requests.totals.recomputed_tokens == 0
 
 
 def test_an_urgent_request_pushes_out_no_more_than_it_needs() -> None:
@@ -201,7 +201,7 @@ def test_an_urgent_request_pushes_out_no_more_than_it_needs() -> None:
     driver.add(9, prompt(9, 28), {"priority": 0}, max_tokens=1)
     driver.run()
     driver.check_all()
-    assert driver.core.life.totals.preemptions == 1
+    assert driver.core.requests.totals.preemptions == 1
 
 
 def test_two_prompts_of_most_of_the_cache_do_not_fight() -> None:
@@ -211,22 +211,22 @@ def test_two_prompts_of_most_of_the_cache_do_not_fight() -> None:
         driver.add(handle, prompt(handle, 48), max_tokens=2)
     driver.run()
     driver.check_all()
-    assert driver.core.life.totals.preemptions == 0
-    assert driver.core.life.totals.prompt_tokens == 5 * 48
+    assert driver.core.requests.totals.preemptions == 0
+    assert driver.core.requests.totals.prompt_tokens == 5 * 48
 
 
 def test_rows_that_sit_out_at_random_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A running request without a row in some steps."""
     driver = small(num_gpu_blocks_override=40)
     rng = random.Random(3)
-    whole = driver.core.scheduler._running_rows
+    whole = driver.core.scheduler._running
 
     def some() -> Any:
-        rows, lens, left = whole()
-        keep = np.array([rng.random() < 0.6 for _ in rows], bool)
-        return rows[keep], lens[keep], left
+        slots, lens, left = whole()
+        keep = np.array([rng.random() < 0.6 for _ in slots], bool)
+        return slots[keep], lens[keep], left
 
-    monkeypatch.setattr(driver.core.scheduler, "_running_rows", some)
+    monkeypatch.setattr(driver.core.scheduler, "_running", some)
     for handle in range(8):
         driver.add(handle, prompt(handle, 5 + handle * 3), max_tokens=12)
     driver.run()
@@ -243,15 +243,15 @@ def test_aborts_at_any_moment(rounds: int) -> None:
     handle = 0
     states = set()
     for _ in range(rounds):
-        if len(driver.core.life.all()) < 12:
+        if len(driver.core.requests.all()) < 12:
             n = rng.choice([1, 1, 3])
             driver.add(handle, prompt(rng.randrange(4), rng.randrange(1, 20)), {"priority": rng.randrange(3)}, n=n)
             handle += 4
-        if rng.random() < 0.7 and (here := driver.core.life.all()):
+        if rng.random() < 0.7 and (here := driver.core.requests.all()):
             victim = rng.choice(here)
             states.add(victim.state)
             driver.core.abort(CLIENT, [victim.handle, victim.handle, 123_456])
-            driver.core.check_integrity()
+            driver.core.utilities.check_integrity()
         driver.step()
     driver.run()
     assert states == set(State) - {State.ENDED, State.DRAINING}  # with two steps in flight, draining ends in its turn
@@ -290,7 +290,7 @@ def test_a_slot_is_free_only_after_its_last_step_in_flight() -> None:
     driver.step()
     driver.step()
     driver.core.abort(CLIENT, [0])
-    assert driver.core.life.slots.free == [] and driver.core.life.kv.device.num_free == 29
+    assert driver.core.requests.slots.free == [] and driver.core.requests.kv.device.num_free == 29
     driver.add(1, prompt(1, 3), max_tokens=3)
     driver.run()
     assert (driver.outputs[1], driver.finish[1]) == driver.expected(1)
@@ -303,8 +303,8 @@ def test_a_new_request_is_in_the_very_next_plan() -> None:
     for _ in range(5):
         driver.step()
     driver.add(1, prompt(1, 3), max_tokens=3)
-    scheduled = driver.core.scheduler.schedule()
-    assert scheduled is not None and scheduled.plan.num_rows == 2
+    plan = driver.core.scheduler.schedule()
+    assert plan is not None and plan.num_rows == 2
 
 
 def test_the_last_in_line_skips_a_step_rather_than_losing_its_blocks() -> None:
@@ -315,9 +315,9 @@ def test_the_last_in_line_skips_a_step_rather_than_losing_its_blocks() -> None:
     while driver.core.has_work:
         driver.step()
         if driver.core.in_flight:
-            rows.append(driver.core.in_flight[-1][0].plan.num_rows)
+            rows.append(driver.core.in_flight[-1][0].num_rows)
     driver.check_all()
-    assert rows[:2] == [2, 2] and driver.core.life.totals.preemptions == 0
+    assert rows[:2] == [2, 2] and driver.core.requests.totals.preemptions == 0
 
 
 def test_stop_rules() -> None:
@@ -345,10 +345,10 @@ def test_one_request_with_many_stop_ids_costs_others_nothing_once_it_left() -> N
     driver.add(1, prompt(1, 3), max_tokens=5, stop_token_ids=list(range(60, 90)))
     driver.add(2, prompt(2, 3), max_tokens=9, stop_token_ids=[92])
     driver.step()
-    assert driver.core.life.slots.stop_ids.shape[1] == 30
+    assert driver.core.requests.slots.stop_ids.shape[1] == 30
     driver.run()
     driver.check_all()
-    assert driver.core.life.slots.stop_ids.shape[1] == 8
+    assert driver.core.requests.slots.stop_ids.shape[1] == 8
 
 
 def test_a_faulty_row_ends_alone_and_leaves_the_prefix_cache() -> None:
@@ -361,7 +361,7 @@ def test_a_faulty_row_ends_alone_and_leaves_the_prefix_cache() -> None:
     assert (driver.outputs[1], driver.finish[1]) == driver.expected(1)
     driver.add(2, [66, 1, 2, 3, 4], max_tokens=5)
     driver.step()
-    assert driver.core.life.kv.hits == 0
+    assert driver.core.requests.kv.hits == 0
     driver.run()
 
 
@@ -387,7 +387,7 @@ def sizes(driver: Driver) -> list[tuple[int, int]]:
     while driver.core.has_work:
         driver.step()
         if driver.core.in_flight:
-            seen.append((driver.core.in_flight[-1][0].plan.num_tokens, driver.core.scheduler.budget.tokens))
+            seen.append((driver.core.in_flight[-1][0].num_tokens, driver.core.scheduler.budget.tokens))
     return seen
 
 
@@ -494,7 +494,7 @@ def test_a_step_budget_shrinks_at_once_and_grows_back_slowly() -> None:
         while budget.tokens == before:
             budget.step_fitted()
             steps += 1
-        assert budget.tokens == min(2 * before, budget.most)
+        assert budget.tokens == min(2 * before, budget.max_num_batched_tokens)
         return steps
 
     budget = StepBudget(100)
@@ -530,7 +530,7 @@ def test_plans_in_flight_are_never_written_to() -> None:
 
     def columns(plan: StepPlan) -> list[bytes]:
         names = ("slots", "starts", "query_lens", "samples", "block_slots", "block_indices", "block_ids")
-        return [getattr(plan, name).tobytes() for name in names] + [a.token_ids.tobytes() for a in plan.admitted]
+        return [getattr(plan, name).tobytes() for name in names] + [a.token_ids.tobytes() for a in plan.new_requests]
 
     run = driver.runner.run
 
@@ -582,8 +582,8 @@ def test_a_steady_step_touches_no_request(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(5):
         driver.step()
     with monkeypatch.context() as patch:
-        patch.setattr(driver.core.life.slots, "at", None)
-        patch.setattr(driver.core.life.slots, "requests", None)
+        patch.setattr(driver.core.requests.slots, "at", None)
+        patch.setattr(driver.core.requests.slots, "requests", None)
         for _ in range(40):
             assert driver.step()
     driver.run()
@@ -647,7 +647,7 @@ def test_nothing_grows_with_the_number_of_requests(count: int) -> None:
         if handle == count // 2:
             before = process.memory_info().rss
     driver.run()
-    life = driver.core.life
-    assert len(life.clients) <= 7 and not life.by_client and len(life.waiting._heap) <= 64
-    assert life.kv.device.num_cached <= 39 and life.slots.stop_ids.shape[1] == 1
+    requests = driver.core.requests
+    assert len(requests.clients) <= 7 and not requests.by_client and len(requests.waiting._heap) <= 64
+    assert requests.kv.device.num_cached <= 39 and requests.slots.stop_ids.shape[1] == 1
     assert process.memory_info().rss - before < 8 << 20

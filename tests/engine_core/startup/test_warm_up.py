@@ -16,9 +16,8 @@ from tests.support.model_engine import Engine
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
-from wavecore.engine_core.execution.logprobs import CHUNK
 from wavecore.engine_core.execution.step_shape import MAX_BUCKET, StepShape, bucket
-from wavecore.engine_core.plan import Admission, RunnerInfo, StepPlan
+from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, RunnerInfo, StepPlan
 from wavecore.engine_core.startup.warm_up import largest_graph, warm_up
 
 
@@ -30,11 +29,11 @@ class Recorder:
         self.state = SimpleNamespace(block_table=torch.zeros((seqs, 1)))
         self.bucket_limits = tokens, seqs
         self.plans: list[StepPlan] = []
-        self.slots: dict[int, Admission] = {}
+        self.slots: dict[int, NewRequest] = {}
 
     def start(self, plan: StepPlan) -> Any:
         assert (self.state.block_table == 1).all()
-        self.slots |= {admission.slot: admission for admission in plan.admitted}
+        self.slots |= {admission.slot: admission for admission in plan.new_requests}
         for slot, end, samples in zip(plan.slots, plan.starts + plan.query_lens, plan.samples, strict=True):
             holds = self.slots.get(slot)
             assert not (samples and holds) or (end >= holds.num_prompt and not holds.pooling), "no plan is like this"
@@ -70,11 +69,11 @@ def test_the_largest_steps_are_among_them(sizes: tuple[int, int, int]) -> None:
         assert (plan.query_lens > 0).all() and (plan.starts + plan.query_lens <= length).all()
         assert sorted(plan.slots.tolist()) == list(range(plan.num_rows))
     full = [plan for plan in plans if plan.num_tokens == most and plan.num_rows == seqs and plan.samples.all()]
-    asked = [[a.params for a in plan.admitted] for plan in full if len(plan.admitted) == seqs]
+    asked = [[a.params for a in plan.new_requests] for plan in full if len(plan.new_requests) == seqs]
     assert any(all(p.logprobs and p.prompt_logprobs and p.repetition_penalty != 1 for p in each) for each in asked)
     assert any(all(p.temperature == 0 and not p.logprobs for p in each) for each in asked)
     for option in ("prompt_embeds", "pooling"):
-        assert any(plan.num_tokens == most and all(_has(a, option) for a in plan.admitted) for plan in plans)
+        assert any(plan.num_tokens == most and all(_has(a, option) for a in plan.new_requests) for plan in plans)
 
 
 def _has(admission: Any, option: str) -> bool:
@@ -94,13 +93,13 @@ def test_the_largest_graph_is_that_of_all_rows_and_all_padded_tokens(sizes: tupl
     assert plan.num_rows == seqs and plan.samples.all()
     assert plan.num_tokens == max(seqs, min(tokens, MAX_BUCKET, seqs * length))
     assert len(plan.block_ids) == 0 and (plan.starts + plan.query_lens <= length).all()
-    for admission in plan.admitted:
+    for admission in plan.new_requests:
         params = admission.params
         assert params.logprobs is params.prompt_logprobs is None  # no graph reports them
         assert params.temperature and params.top_k and params.top_p < 1 and params.min_p
         assert params.logit_bias and params.bad_words_token_ids and params.allowed_token_ids and params.min_tokens
         assert params.repetition_penalty != 1 and params.presence_penalty and params.frequency_penalty
-    assert len(plan.admitted) == seqs
+    assert len(plan.new_requests) == seqs
 
 
 @settings(max_examples=40)
@@ -120,7 +119,7 @@ def test_every_padded_size_is_among_them(sizes: tuple[int, int, int]) -> None:
 
 
 def test_what_is_admitted_last_asks_for_nothing() -> None:
-    admitted = {a.slot: a for plan in record(100, 300, 20) for a in plan.admitted}
+    admitted = {a.slot: a for plan in record(100, 300, 20) for a in plan.new_requests}
     plain = SamplingParams(temperature=0.0, seed=0)
     assert len(admitted) == 20
     assert all(a.params == plain and a.prompt_embeds is None and not a.pooling for a in admitted.values())
@@ -129,29 +128,33 @@ def test_what_is_admitted_last_asks_for_nothing() -> None:
 def test_every_kernel_is_used() -> None:
     plans = record(100, 300, 20)
     assert any(len(plan.copies) for plan in plans)
-    assert any(not plan.samples.any() and not plan.admitted for plan in plans)
-    params = [a.params for plan in plans for a in plan.admitted]
+    assert any(not plan.samples.any() and not plan.new_requests for plan in plans)
+    params = [a.params for plan in plans for a in plan.new_requests]
     options = ("logit_bias", "bad_words_token_ids", "allowed_token_ids", "stop_token_ids", "min_tokens")
     assert all(any(getattr(p, option) for p in params) for option in options)
     assert any(p.temperature and not (p.top_k or p.min_p or p.top_p < 1 or p.logit_bias) for p in params)
     assert any(p.temperature and p.top_k and not p.logit_bias for p in params)
-    assert {a.pooling for plan in plans for a in plan.admitted} == {"", "mean", "last"}
+    assert {a.pooling for plan in plans for a in plan.new_requests} == {"", "mean", "last"}
 
 
 def reports(plans: list[StepPlan]) -> set[tuple[int, int]]:
     """(positions at once, alternatives) of every log-softmax and topk of these plans, of output and of prompts."""
     found: set[tuple[int, int]] = set()
-    slots: dict[int, Admission] = {}
+    slots: dict[int, NewRequest] = {}
     for plan in plans:
-        slots |= {a.slot: a for a in plan.admitted}
+        slots |= {a.slot: a for a in plan.new_requests}
         rows = [slots[slot] for slot in plan.slots.tolist()]
         asked = [a.params.logprobs for a in rows if a.params.logprobs is not None]
         if asked and plan.samples.all():
-            found |= {(min(CHUNK, len(asked) - first), max(asked)) for first in range(0, len(asked), CHUNK)}
+            found |= {
+                (min(LOGPROB_CHUNK, len(asked) - first), max(asked)) for first in range(0, len(asked), LOGPROB_CHUNK)
+            }
         for admission, start, length in zip(rows, plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
             if (count := admission.params.prompt_logprobs) is not None:
                 positions = min(start + length, admission.num_prompt - 1) - start
-                found |= {(min(CHUNK, positions - first), count) for first in range(0, positions, CHUNK)}
+                found |= {
+                    (min(LOGPROB_CHUNK, positions - first), count) for first in range(0, positions, LOGPROB_CHUNK)
+                }
     return found
 
 
@@ -163,19 +166,21 @@ def test_every_kernel_that_torch_picks_by_size_is_used(sizes: tuple[int, int, in
     alternatives = [range(2, 33), range(33, 65)]
     found = reports(plans)
     for at_once, count in found:
-        assert at_once <= CHUNK and count <= MAX_LOGPROBS
+        assert at_once <= LOGPROB_CHUNK and count <= MAX_LOGPROBS
     for some in positions:
         for few in alternatives:
             assert any(n in some and k in few for n, k in found), (some, few)
-    output = [len(a.token_ids) - a.num_prompt for p in plans for a in p.admitted if a.params.repetition_penalty != 1]
+    output = [
+        len(a.token_ids) - a.num_prompt for p in plans for a in p.new_requests if a.params.repetition_penalty != 1
+    ]
     assert any(1 <= count <= 16 for count in output) and any(count > 16 for count in output)
     entries = [block for plan in plans for block in plan.block_ids.tolist()]
     assert entries and set(entries) <= {0, 1}, "the cache has two blocks when steps are measured"
     pooled = 0
     kept: set[int] = set()
     for plan in plans:
-        kept -= {a.slot for a in plan.admitted}
-        begun = {a.slot: a for a in plan.admitted if a.pooling == "mean"}
+        kept -= {a.slot for a in plan.new_requests}
+        begun = {a.slot: a for a in plan.new_requests if a.pooling == "mean"}
         pooled += sum(slot in kept and start > 0 for slot, start in zip(plan.slots, plan.starts, strict=True))
         ends = dict(zip(plan.slots.tolist(), (plan.starts + plan.query_lens).tolist(), strict=True))
         kept |= {slot for slot, a in begun.items() if ends[slot] < a.num_prompt}

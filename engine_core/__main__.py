@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,6 @@ from wavecore.transport.errors import EngineDead, WavecoreError, from_code
 from wavecore.transport.io.curve import CurveServer
 from wavecore.transport.processes import logs
 from wavecore.transport.processes.child import ChildLife, parser
-from wavecore.transport.version import VERSION
 
 logger = logging.getLogger("wavecore.engine_core")
 
@@ -65,13 +63,10 @@ def _build(args: argparse.Namespace, life: ChildLife) -> EngineCoreProc:
         EngineCore(config, runner),
         life,
         index=args.index,
-        epoch=os.urandom(16),
-        version=VERSION,
         resolved=_resolved(config, runner.info),
         input_address=args.input,
         output_address=args.output,
         curve=CurveServer.load(args.runtime_dir / "keys") if args.input.startswith("tcp:") else None,
-        shutdown_timeout=config.shutdown_timeout,
     )
 
 

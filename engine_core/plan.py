@@ -2,7 +2,7 @@
 
 A *slot* is one of `max_num_seqs` fixed places for a running request; a *row* is a slot's share of one step.
 The runner keeps the token ids, the block table and the sampling parameters of each slot; a plan carries only what
-changed (`new_requests`, `block_*`, `copies`) and which rows run. The input of a row is always
+changed (`new_requests`, `table`, `copies`) and which rows run. The input of a row is always
 `token_ids[slot, start : start + query_len]`: a sampled token is written at `token_ids[slot, start + query_len]` on
 the device before the next step reads it, so it never passes through the CPU to feed that step.
 
@@ -53,6 +53,15 @@ class NewRequest:
     pooling: str = ""
 
 
+def int_table(entries: Sequence[tuple[int, ...]], width: int) -> I32:
+    """As int32 [n, width]."""
+    return np.array(entries, np.int32) if entries else np.zeros((0, width), np.int32)
+
+
+def _no_pairs() -> I32:
+    return int_table((), 2)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Copies, new requests and block table are applied, in this order, then the rows run.
@@ -70,7 +79,7 @@ class StepPlan:
         samples: bool [rows]: the last query position yields a token.
         swap_out, swap_in: int32 [n, 2] of (gpu block, host block) and (host block, gpu block).
         copies: int32 [n, 2] of (source block, destination block) on the device.
-        block_slots, block_indices, block_ids: int32 [n]: block_table[slot, index] = id.
+        table: int32 [n, 3] of (slot, index, block id): what changes in the block table.
         after: copies and rows run behind the transfers of all plans up to this earlier step id; -1 behind none.
     """
 
@@ -79,13 +88,11 @@ class StepPlan:
     starts: I32
     query_lens: I32
     samples: Flags
-    swap_out: I32
-    swap_in: I32
-    copies: I32
-    new_requests: tuple[NewRequest, ...]
-    block_slots: I32
-    block_indices: I32
-    block_ids: I32
+    new_requests: tuple[NewRequest, ...] = ()
+    swap_out: I32 = field(default_factory=_no_pairs)
+    swap_in: I32 = field(default_factory=_no_pairs)
+    copies: I32 = field(default_factory=_no_pairs)
+    table: I32 = field(default_factory=lambda: int_table((), 3))
     after: int = -1
 
     @property
@@ -100,33 +107,6 @@ class StepPlan:
     def ends(self) -> I32:
         """int32 [rows]: the position behind the row's last query token."""
         return self.starts + self.query_lens
-
-
-_NONE = np.zeros(0, np.int32)
-_NO_PAIRS = np.zeros((0, 2), np.int32)
-
-
-def pairs(of: Sequence[tuple[int, int]]) -> I32:
-    """As int32 [n, 2]."""
-    return np.array(of, np.int32) if of else _NO_PAIRS
-
-
-def table_columns(entries: Sequence[tuple[int, int, list[int]]]) -> dict[str, I32]:
-    """The block table columns of a plan, from entries of (slot, first index, block ids)."""
-    if not entries:
-        return {"block_slots": _NONE, "block_indices": _NONE, "block_ids": _NONE}
-    slots: list[int] = []
-    indices: list[int] = []
-    ids: list[int] = []
-    for slot, first, blocks in entries:
-        slots += [slot] * len(blocks)
-        indices += range(first, first + len(blocks))
-        ids += blocks
-    return {
-        "block_slots": np.array(slots, np.int32),
-        "block_indices": np.array(indices, np.int32),
-        "block_ids": np.array(ids, np.int32),
-    }
 
 
 @dataclass(frozen=True, slots=True)

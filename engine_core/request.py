@@ -9,15 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-import numpy as np
-import numpy.typing as npt
-
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.plan import RowLogprobs
-
-I32 = npt.NDArray[np.int32]
-F32 = npt.NDArray[np.float32]
+from wavecore.engine_core.plan import F32, I32, RowLogprobs
 
 
 class State(Enum):

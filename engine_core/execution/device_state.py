@@ -89,7 +89,7 @@ class DeviceState:
 
     def options_of(self, shape: StepShape) -> int:
         """What any row of a step wants, as bits."""
-        return int(np.bitwise_or.reduce(self.options[shape.slots], initial=0))
+        return int(np.bitwise_or.reduce(self.options[shape.plan.slots], initial=0))
 
     def apply(self, entries: Tensor) -> None:
         """Write entries [3, E] of the block table, as `StepInput.bring` returns them."""
@@ -99,9 +99,9 @@ class DeviceState:
 
     def insert_embeds(self, x: Tensor, shape: StepShape) -> None:
         """Put given prompt embeddings in the place of the tokens' in x [T, hidden]; only the step's part is brought."""
-        first = shape.query_lens.cumsum() - shape.query_lens
-        for row in np.flatnonzero(self.options[shape.slots] & EMBEDS).tolist():
-            slot, start, end, at = int(shape.slots[row]), int(shape.starts[row]), int(shape.ends[row]), int(first[row])
+        plan, first = shape.plan, shape.plan.query_lens.cumsum() - shape.plan.query_lens
+        for row in np.flatnonzero(self.options[plan.slots] & EMBEDS).tolist():
+            slot, start, end, at = int(plan.slots[row]), int(plan.starts[row]), int(shape.ends[row]), int(first[row])
             given = self.embeds[slot]
             part = given[start:end]
             if len(part):

@@ -6,7 +6,7 @@ for a few positions at once, so that the memory for them does not grow with the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,32 +25,16 @@ from wavecore.kernels.sampling.rows import SamplingRows
 NO_ROWS = np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
 class Report:
-    """Where the log-probabilities of n positions lie: ids [n, 1 + k], log-probabilities alike, ranks [n]."""
-
-    ids: Place
-    values: Place
-    ranks: Place
-
-    def read(self, vector: I32) -> RowLogprobs:
-        return RowLogprobs(self.ids.read(vector), self.values.read(vector), self.ranks.read(vector))
-
-
-def room_for_extras(max_num_batched_tokens: int, max_num_seqs: int, hidden_size: int) -> int:
-    """int32 values that the rows of one step can want: a report for each token, a pooled vector for each row."""
-    return max_num_batched_tokens * (2 * (1 + MAX_LOGPROBS) + 1) + max_num_seqs * hidden_size
-
-
-class _ReportRoom:
-    """Room for the log-probabilities of n positions on the device, to be filled a few at a time."""
+    """Log-probabilities of n positions in a step's output: room to be filled a few at a time, and read when that is
+    back. Ids [n, 1 + k], log-probabilities alike, ranks [n]."""
 
     def __init__(self, out: CopyOut, positions: int, count: int) -> None:
         self.count = count
         self.ids, ids = out.take(positions, 1 + count, kind=np.int32)
         self.values, values = out.take(positions, 1 + count, kind=np.float32)
         self.ranks, ranks = out.take(positions, kind=np.int32)
-        self.report = Report(ids, values, ranks)
+        self._places = ids, values, ranks
 
     def put(self, part: slice, logprobs: Tensor, chosen: Tensor) -> None:
         """The chosen token (int64 [m]) and the most likely ones, from log-probabilities [m, vocab]."""
@@ -61,6 +45,14 @@ class _ReportRoom:
         self.values[part, :1] = own
         self.values[part, 1:] = best.values
         self.ranks[part] = (logprobs > own).sum(-1) + 1
+
+    def read(self, vector: I32) -> RowLogprobs:
+        return RowLogprobs(*(place.read(vector) for place in self._places))
+
+
+def room_for_extras(max_num_batched_tokens: int, max_num_seqs: int, hidden_size: int) -> int:
+    """int32 values that the rows of one step can want: a report for each token, a pooled vector for each row."""
+    return max_num_batched_tokens * (2 * (1 + MAX_LOGPROBS) + 1) + max_num_seqs * hidden_size
 
 
 def draw(logits: Tensor, rows: SamplingRows, out: CopyOut, first: int = 0) -> None:
@@ -78,12 +70,12 @@ class Extras:
     """
 
     def __init__(self, shape: StepShape, state: DeviceState, out: CopyOut) -> None:
-        self._shape, self._state, self._out = shape, state, out
+        self._shape, self._plan, self._state, self._out = shape, shape.plan, state, out
         self.options = state.options_of(shape)
         self.logprob_rows = NO_ROWS
         if self.options & LOGPROBS:
-            self.logprob_rows = self._rows_with(LOGPROBS * shape.samples).astype(np.int32)
-        self._counts = state.logprobs[shape.slots[self.logprob_rows]]  # alternatives that they want
+            self.logprob_rows = self._rows_with(LOGPROBS * self._plan.samples).astype(np.int32)
+        self._counts = state.logprobs[self._plan.slots[self.logprob_rows]]  # alternatives that they want
         self._logprobs: Report | None = None
         self._prompt_logprobs: dict[int, Report] = {}
         self._pooled: dict[int, Place] = {}
@@ -100,7 +92,7 @@ class Extras:
         if not len(self.logprob_rows):
             draw(logits, rows, self._out)
             return
-        room = _ReportRoom(self._out, len(self.logprob_rows), int(self._counts.max()))
+        report = Report(self._out, len(self.logprob_rows), int(self._counts.max()))
         step = len(logits) if len(self.logprob_rows) <= LOGPROB_CHUNK else LOGPROB_CHUNK
         for begin in range(0, len(logits), step):
             part = slice(begin, begin + step)
@@ -109,38 +101,38 @@ class Extras:
             logprobs = logits[chosen].float().log_softmax(-1)
             draw(logits[part], replace(rows, slots=rows.slots[part], positions=rows.positions[part]), self._out, begin)
             if last > first:
-                room.put(slice(first, last), logprobs, self._out.tokens[chosen].long())
-        self._logprobs = room.report
+                report.put(slice(first, last), logprobs, self._out.tokens[chosen].long())
+        self._logprobs = report
 
     def report_prompts(self, model: Decoder, x: Tensor, residual: Tensor) -> None:
         """Prompt log-probabilities: of every query position whose next token belongs to the prompt."""
-        shape, state = self._shape, self._state
-        ends = np.minimum(shape.ends, state.num_prompt[shape.slots] - 1)
-        first_token = shape.query_lens.cumsum() - shape.query_lens
-        for row in self._rows_with(PROMPT_LOGPROBS * (ends > shape.starts)).tolist():
-            slot, start, length = int(shape.slots[row]), int(shape.starts[row]), int(ends[row] - shape.starts[row])
+        plan, state = self._plan, self._state
+        ends = np.minimum(self._shape.ends, state.num_prompt[plan.slots] - 1)
+        first_token = plan.query_lens.cumsum() - plan.query_lens
+        for row in self._rows_with(PROMPT_LOGPROBS * (ends > plan.starts)).tolist():
+            slot, start, length = int(plan.slots[row]), int(plan.starts[row]), int(ends[row] - plan.starts[row])
             at = int(first_token[row])
-            room = _ReportRoom(self._out, length, int(state.prompt_logprobs[slot]))
+            report = Report(self._out, length, int(state.prompt_logprobs[slot]))
             for begin in range(0, length, LOGPROB_CHUNK):
                 end = min(begin + LOGPROB_CHUNK, length)
                 part = slice(at + begin, at + end)
                 logits = model.logits(_whole_chunk(model.final(x[part], residual[part])))
                 logprobs = logits[: end - begin].float().log_softmax(-1)
                 targets = state.token_table[slot, start + 1 + begin : start + 1 + end].long()
-                room.put(slice(begin, end), logprobs, targets)
-            self._prompt_logprobs[row] = room.report
+                report.put(slice(begin, end), logprobs, targets)
+            self._prompt_logprobs[row] = report
 
     def pool(self, model: Decoder, x: Tensor, residual: Tensor) -> None:
         """Embeddings: the mean over the prompt (summed chunk by chunk) or its last token, of length 1."""
-        shape, state = self._shape, self._state
-        token_ends = shape.query_lens.cumsum()
+        plan, state = self._plan, self._state
+        token_ends = plan.query_lens.cumsum()
         for row in self._rows_with(POOLS).tolist():
-            slot, end = int(shape.slots[row]), int(token_ends[row])
-            last = bool(shape.ends[row] >= state.num_prompt[slot])
+            slot, end = int(plan.slots[row]), int(token_ends[row])
+            last = bool(self._shape.ends[row] >= state.num_prompt[slot])
             if state.pooling[slot] == POOLING["mean"]:
-                part = slice(end - int(shape.query_lens[row]), end)
+                part = slice(end - int(plan.query_lens[row]), end)
                 vector = model.final(x[part], residual[part]).float().sum(0)
-                if shape.starts[row]:
+                if plan.starts[row]:
                     vector += state.pooled_sum[slot]
                 if not last:
                     state.pooled_sum[slot] = vector
@@ -172,7 +164,7 @@ class Extras:
 
     def _rows_with(self, option: int | npt.NDArray[np.integer]) -> Index:
         """Rows that want this."""
-        return np.flatnonzero(self._state.options[self._shape.slots] & option)
+        return np.flatnonzero(self._state.options[self._plan.slots] & option)
 
 
 def _whole_chunk(hidden: Tensor) -> Tensor:

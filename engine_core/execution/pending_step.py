@@ -37,7 +37,7 @@ class Launched:
         """The step's result. Everything in it is a copy: the output's memory is used again."""
         if self.fetched is None:
             return StepResult(np.zeros(0, np.int32), np.zeros(0, np.uint8), transferred=self.copies.poll())
-        vector, rows = self.fetched.wait(), len(self.shape.slots)
+        vector, rows = self.fetched.wait(), self.shape.plan.num_rows
         tokens, faults = np.full(rows, -1, np.int32), np.zeros(rows, np.uint8)
         if self.shape.num_samples:  # else nothing was drawn, and the vector holds the tokens of an earlier step
             tokens[:], faults[:] = self.fetched.drawn(rows)

@@ -105,7 +105,7 @@ class ModelRunner:
             self.state.begin(plan.new_requests)
             extras = Extras(shape, self.state, self.out)
             columns = self.state.sampling.host_columns
-            self.state.apply(self.state.input.bring(plan, shape, extras.logprob_rows, columns))
+            self.state.apply(self.state.input.bring(shape, extras.logprob_rows, columns))
             self.copies.join_copies()
             if not plan.num_rows:
                 return Launched(shape, None, extras, self.copies)

@@ -39,21 +39,14 @@ from wavecore.engine_core.execution.uploads import Uploads
 from wavecore.engine_core.plan import NewRequest
 from wavecore.kernels.sampling.rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
 
+# Parameters that are brought as they are, by the names of SamplingParams.
+PLAIN = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # Name, dtype, values a slot; the 64-bit column first, for its alignment.
 COLUMNS: tuple[tuple[str, type[np.generic], int], ...] = (
     ("seed", np.int64, 1),
-    ("temperature", np.float32, 1),
-    ("top_k", np.int32, 1),
-    ("top_p", np.float32, 1),
-    ("min_p", np.float32, 1),
-    ("choice", np.int32, 1),
-    ("presence_penalty", np.float32, 1),
-    ("frequency_penalty", np.float32, 1),
-    ("repetition_penalty", np.float32, 1),
-    ("count_row", np.int32, 1),
-    ("allowed_row", np.int32, 1),
-    ("bias_range", np.int32, 2),
-    ("word_range", np.int32, 2),
+    *((name, np.float32, 1) for name in PLAIN),
+    *((name, np.int32, 1) for name in ("top_k", "choice", "count_row", "allowed_row")),
+    *((name, np.int32, 2) for name in ("bias_range", "word_range")),
 )
 TORCH: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.float32: torch.float32, np.int32: torch.int32}
 COLUMN_SIZE = sum(width * np.dtype(kind).itemsize // 4 for _, kind, width in COLUMNS)  # int32 values a slot
@@ -110,12 +103,9 @@ class SamplingState:
         """
         slot, params, host = new.slot, new.params, self.host
         host["seed"][slot] = params.seed or 0
-        host["temperature"][slot] = params.temperature
         host["top_k"][slot] = max(params.top_k, 0) if params.top_k < self.vocab_size else 0
-        host["top_p"][slot] = params.top_p
-        host["min_p"][slot] = params.min_p
         host["choice"][slot] = new.choice
-        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for name in PLAIN:
             host[name][slot] = getattr(params, name)
         host["count_row"][slot] = slot if _penalises(params) else -1
         host["allowed_row"][slot] = self._allow(slot, params)

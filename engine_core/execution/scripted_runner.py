@@ -38,7 +38,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ import numpy.typing as npt
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import (
+    F32,
     NewRequest,
     OutOfMemory,
     RequestFault,
@@ -58,7 +59,6 @@ from wavecore.engine_core.plan import (
 from wavecore.transport.errors import ModelError, NotSupportedError
 
 U32 = npt.NDArray[np.uint32]
-F32 = npt.NDArray[np.float32]
 Progress = Callable[[str, float], None]
 
 POISON = 0xDEADBEEF  # content of a block that nobody wrote
@@ -98,11 +98,7 @@ class Script:
         if not path:
             return cls()
         try:
-            values = json.loads(Path(path).read_text())
-            unknown = set(values) - {f.name for f in fields(cls)}
-            if unknown:
-                raise ModelError(f"{path}: unknown keys {sorted(unknown)}")
-            return cls(**values)
+            return cls(**json.loads(Path(path).read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise ModelError(f"{path}: cannot be read as a scripted model: {error}") from error
 
@@ -162,7 +158,7 @@ class ScriptedRunner:
             self.requests[new.slot] = new
             self.tokens[new.slot, : len(new.token_ids)] = new.token_ids
         self._fail(plan)
-        self.table[plan.block_slots, plan.block_indices] = plan.block_ids
+        self.table[plan.table[:, 0], plan.table[:, 1]] = plan.table[:, 2]
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True))
         # A row may read, right before its start, what another row of this step writes: earlier positions go first.
         for slot, start, length in sorted(rows, key=lambda row: row[1]):
@@ -273,13 +269,13 @@ class ScriptedRunner:
             _exit(faults["exit_at_step"])
 
 
+@dataclass(eq=False)
 class _Pending:
     """A launched step; runs when waited for. Waits must come in launch order."""
 
-    def __init__(self, runner: ScriptedRunner, plan: StepPlan, launched: float) -> None:
-        self.runner = runner
-        self.plan = plan
-        self.launched = launched
+    runner: ScriptedRunner
+    plan: StepPlan
+    launched: float
 
     def wait(self) -> StepResult:
         assert self.runner.queue[0] is self, "steps must be waited for in launch order"

@@ -10,7 +10,7 @@ prompt begins) brings them separately.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,15 +19,13 @@ from torch import Tensor
 from wavecore.engine_core.execution.pinned_copies import CopyIn
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.execution.uploads import Uploads
-from wavecore.engine_core.plan import I32, StepPlan
+from wavecore.engine_core.plan import I32
 
 ALIGN = 4  # int32: 16 bytes, as kernels compile anew for other alignments, and the columns begin with 64-bit values
-SLOTS, STARTS, QUERY_START, SAMPLE_SLOTS, POSITIONS, LOGPROB_ROWS = range(6)
-PADDING = np.array([-1, 0, 0, -1, 0, 0], np.int32)[:, None]
+PADDING = np.array([-1, 0, 0, -1, 0, 0], np.int32)[:, None]  # of RowViews' tensors
 
 
-@dataclass(frozen=True, slots=True)
-class RowViews:
+class RowViews(NamedTuple):
     """The rows of a step on the device, padded to R; the same tensors whenever a step has that bucket.
 
     Attributes:
@@ -68,7 +66,7 @@ class StepInput:
         self._rows = self.copy.target[: self.changes_at].view(len(PADDING), self.width)
         self._views: dict[int, RowViews] = {}
 
-    def bring(self, plan: StepPlan, shape: StepShape, logprob_rows: I32, columns: I32) -> Tensor:
+    def bring(self, shape: StepShape, logprob_rows: I32, columns: I32) -> Tensor:
         """Queue the copies of a step.
 
         Args:
@@ -80,46 +78,38 @@ class StepInput:
         """
         host = self.copy.room()
         self._fill(host[: self.changes_at].reshape(len(PADDING), self.width), shape, logprob_rows)
-        size = 3 * len(plan.block_ids)
-        parts = [slice(0, self.changes_at)]
-        values = host[:0]
-        if size:
-            values = np.concatenate((plan.block_slots, plan.block_indices, plan.block_ids))
-        if 0 < size <= self.room:
-            host[self.changes_at : self.changes_at + size] = values
-            parts = [slice(0, self.changes_at + size)]
-        if plan.new_requests:
+        changes = shape.plan.table.T.reshape(-1)  # all slots, then all indices, then all blocks
+        end = self.changes_at
+        if fit := changes.size <= self.room:
+            end += changes.size
+            host[self.changes_at : end] = changes
+        parts = [slice(0, end)]
+        if shape.plan.new_requests:
             host[self.columns_at :] = columns
             parts.append(slice(self.columns_at, None))
         self.copy.send(*parts)
-        if size > self.room:
-            return self.uploads.new(values).view(3, -1)
-        return self.copy.target[self.changes_at : self.changes_at + size].view(3, -1)
+        entries = self.copy.target[self.changes_at : end] if fit else self.uploads.new(changes)
+        return entries.view(3, -1)
 
     def rows(self, count: int) -> RowViews:
         """The rows of a step padded to `count`."""
         if count not in self._views:
-            self._views[count] = RowViews(
-                slots=self._rows[SLOTS, :count],
-                starts=self._rows[STARTS, :count],
-                query_start=self._rows[QUERY_START, : count + 1],
-                sample_slots=self._rows[SAMPLE_SLOTS, :count],
-                positions=self._rows[POSITIONS, :count],
-                logprob_rows=self._rows[LOGPROB_ROWS, :count],
-            )
+            slots, starts, query_start, *others = self._rows
+            others = [row[:count] for row in others]
+            self._views[count] = RowViews(slots[:count], starts[:count], query_start[: count + 1], *others)
         return self._views[count]
 
     def _fill(self, host: I32, shape: StepShape, logprob_rows: I32) -> None:
-        """Write the rows of a step; [QUERY_START, 0] is always 0."""
-        rows, padded = len(shape.slots), shape.bucket_rows
+        """Write the rows of a step; the first number of query_start is always 0."""
+        plan, rows, padded = shape.plan, shape.plan.num_rows, shape.bucket_rows
+        slots, starts, query_start, sample_slots, positions, with_logprobs = host
         if padded > rows:
             host[:, rows:padded] = PADDING
-            host[QUERY_START, rows + 1 : padded + 1] = shape.num_tokens
-        host[SLOTS, :rows] = shape.slots
-        host[STARTS, :rows] = shape.starts
-        np.cumsum(shape.query_lens, dtype=np.int32, out=host[QUERY_START, 1 : rows + 1])
-        host[SAMPLE_SLOTS, :rows] = shape.slots
+            query_start[rows + 1 : padded + 1] = shape.num_tokens
+        slots[:rows] = sample_slots[:rows] = plan.slots
+        starts[:rows] = plan.starts
+        np.cumsum(plan.query_lens, dtype=np.int32, out=query_start[1 : rows + 1])
         if shape.num_samples < rows:
-            host[SAMPLE_SLOTS, :rows][~shape.samples] = -1
-        host[POSITIONS, :rows] = shape.ends
-        host[LOGPROB_ROWS, : len(logprob_rows)] = logprob_rows
+            sample_slots[:rows][~plan.samples] = -1
+        positions[:rows] = shape.ends
+        with_logprobs[: len(logprob_rows)] = logprob_rows

@@ -11,19 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wavecore.engine_core.plan import I32, Flags, Index, StepPlan
+from wavecore.engine_core.plan import I32, StepPlan
 
 MAX_BUCKET = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The rows of a plan, those with one query token first.
+    """A plan with what is derived from it.
 
     Attributes:
-        slots: intp [rows].
-        starts, query_lens, ends: int32 [rows]; ends = starts + query_lens.
-        samples: bool [rows].
+        ends: int32 [rows], as of the plan.
         num_samples: how many rows sample.
         num_tokens: without padding.
         num_decode_rows: rows with one query token.
@@ -31,11 +29,8 @@ class StepShape:
         bucket_tokens, bucket_rows: the sizes with padding.
     """
 
-    slots: Index
-    starts: I32
-    query_lens: I32
+    plan: StepPlan
     ends: I32
-    samples: Flags
     num_samples: int
     num_tokens: int
     num_decode_rows: int
@@ -64,11 +59,8 @@ class StepShape:
             elif tokens <= MAX_BUCKET:
                 bucket_tokens = bucket(tokens, limits[0])
         return cls(
-            slots=plan.slots,
-            starts=plan.starts,
-            query_lens=plan.query_lens,
+            plan=plan,
             ends=plan.ends,
-            samples=plan.samples,
             num_samples=int(np.count_nonzero(plan.samples)),
             num_tokens=tokens,
             num_decode_rows=decode,

@@ -24,13 +24,13 @@ NEVER = (1 << 31) - 1  # a length that no sequence reaches
 
 @dataclass(slots=True)
 class KVEvents:
-    """What a plan must tell the runner; `table` entries are (slot, first index, block ids)."""
+    """What a plan must tell the runner, named as in `StepPlan`."""
 
     step_id: int
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    table: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    table: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class Allocated(NamedTuple):
@@ -139,7 +139,7 @@ class KVCacheManager:
             if not self.device.num_free:
                 return False
             block = self.device.allocate()
-            self.events.table.append((slot, len(request.blocks), [block]))
+            self.events.table.append((slot, len(request.blocks), block))
             request.blocks.append(block)
         return True
 

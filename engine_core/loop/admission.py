@@ -16,8 +16,8 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.kv_cache import block_hash
-from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.request import F32, I32, Request
+from wavecore.engine_core.plan import F32, I32, RunnerInfo
+from wavecore.engine_core.request import Request
 from wavecore.transport.errors import Overloaded, ValidationError
 from wavecore.transport.wire.messages import Add, TensorFrame
 from wavecore.transport.wire.tensors import byte_length, to_numpy

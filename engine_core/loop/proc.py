@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import queue
 import signal
 import threading
@@ -28,6 +29,7 @@ from wavecore.transport.io.curve import CurveServer
 from wavecore.transport.io.input_pump import AbortIn, AddIn, InputPump, UtilityIn
 from wavecore.transport.io.output_pump import ClientGone, OutputPump, PumpFailed
 from wavecore.transport.processes.child import ChildLife, as_wavecore_error
+from wavecore.transport.version import VERSION
 
 logger = logging.getLogger(__name__)
 _NOTHING_RAN_SECONDS = 0.005
@@ -48,12 +50,9 @@ class EngineCoreProc:
         core: the engine.
         life: this process's tie to its supervisor.
         index: of this engine in its deployment.
-        epoch: 16 random bytes that name this life.
-        version: of this package.
         resolved: goes to clients in READY.
         input_address, output_address: ipc path, or tcp address with a port or :0.
         curve: keys for tcp.
-        shutdown_timeout: seconds that SIGTERM leaves for running requests.
     """
 
     def __init__(
@@ -62,25 +61,21 @@ class EngineCoreProc:
         life: ChildLife,
         *,
         index: int,
-        epoch: bytes,
-        version: str,
         resolved: Mapping[str, Any],
         input_address: str,
         output_address: str,
         curve: CurveServer | None,
-        shutdown_timeout: float,
     ) -> None:
         self.core = core
         self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._life, self._progress = life, life.progress
-        self._epoch, self._resolved = epoch, dict(resolved)
-        self._shutdown_timeout = shutdown_timeout
+        self._epoch, self._resolved = os.urandom(16), dict(resolved)  # the epoch names this life of the engine
         self._stop_at: float | None = None  # draining: when the rest is aborted
         self._output = OutputPump(
             output_address,
-            epoch=epoch,
+            epoch=self._epoch,
             engine=index,
-            version=version,
+            version=VERSION,
             resolved=self._resolved,
             counters=lambda: core.counters,
             input_queue=self.input_queue,
@@ -196,7 +191,7 @@ class EngineCoreProc:
 
     def _stop(self, item: StopIn) -> None:
         self.core.drain()
-        limit = time.monotonic() + (self._shutdown_timeout if item.drain else 0.0)
+        limit = time.monotonic() + (self.core.config.shutdown_timeout if item.drain else 0.0)
         self._stop_at = min(limit, self._stop_at or limit)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

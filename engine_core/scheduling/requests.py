@@ -157,7 +157,7 @@ class Requests:
         slot = s.take(request, self._number_of[request.client], allocated.tokens, len(request.blocks) * size)
         first_output_block = (len(request.tokens) // size + 1) * size
         s.next_cache[slot] = first_output_block if self.kv.prefix_caching and not request.stale else NEVER
-        self.kv.events.table.append((slot, 0, list(request.blocks)))
+        self.kv.events.table += [(slot, i, block) for i, block in enumerate(request.blocks)]
         if not request.started:
             request.cached_tokens = 0 if source else allocated.tokens
             self._leaves_queue(request)

@@ -18,7 +18,7 @@ from collections import Counter
 import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.plan import I32, Index, NewRequest, StepPlan, pairs, table_columns
+from wavecore.engine_core.plan import I32, Index, NewRequest, StepPlan, int_table
 from wavecore.engine_core.request import Request
 from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.step_budget import StepBudget
@@ -235,12 +235,12 @@ class Scheduler:
             starts=starts,
             query_lens=lens,
             samples=samples,
-            swap_out=pairs(events.swap_out),
-            swap_in=pairs(events.swap_in),
-            copies=pairs(events.copies),
             new_requests=new_requests,
+            swap_out=int_table(events.swap_out, 2),
+            swap_in=int_table(events.swap_in, 2),
+            copies=int_table(events.copies, 2),
+            table=int_table(events.table, 3),
             after=self.kv.transfers.after,
-            **table_columns(events.table),
         )
 
     def _count_prompt(self, slot: int, length: int, end: int, whole: bool) -> None:

@@ -18,7 +18,7 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.execution.step_shape import MAX_BUCKET, bucket
-from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, StepPlan, pairs, table_columns
+from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, StepPlan, int_table
 
 LONGEST = 4096  # position of decode rows: none needs more memory, the last ones of a long context only take longer
 Row = tuple[int, int]
@@ -118,7 +118,7 @@ def _rare_kernels(sizes: Sizes, everything: SamplingParams, max_blocks: int) -> 
         yield _plan([(0, 1)], [_new_request(0, 2, everything, pooling="mean")], samples=False)
         yield _plan([(1, 1)], samples=False)
     # A sequence gets all its blocks at once; no other step here changes the block table.
-    yield _plan([(0, 1)], [_new_request(0, 1, everything)], entries=[(0, 0, [1] * max_blocks)])
+    yield _plan([(0, 1)], [_new_request(0, 1, everything)], entries=[(0, i, 1) for i in range(max_blocks)])
 
 
 def _few_options(sizes: Sizes) -> Iterator[StepPlan]:
@@ -194,7 +194,7 @@ def _plan(
     *,
     samples: bool = True,
     copies: tuple[Row, ...] = (),
-    entries: Sequence[tuple[int, int, list[int]]] = (),
+    entries: Sequence[tuple[int, int, int]] = (),
 ) -> StepPlan:
     starts, lengths = np.array(rows, np.int32).T.copy()
     return StepPlan(
@@ -203,10 +203,7 @@ def _plan(
         starts=starts,
         query_lens=lengths,
         samples=np.full(len(rows), samples),
-        swap_out=pairs(()),
-        swap_in=pairs(()),
-        copies=pairs(copies),
+        copies=int_table(copies, 2),
         new_requests=tuple(new_requests),
-        after=-1,
-        **table_columns(entries),
+        table=int_table(entries, 3),
     )

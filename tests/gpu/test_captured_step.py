@@ -78,7 +78,7 @@ def replay(runner: Any, plan: StepPlan, graph: torch.cuda.CUDAGraph) -> StepResu
     shape, state = StepShape.of(plan, runner.bucket_limits), runner.state
     state.begin(plan.new_requests)
     extras = Extras(shape, state, runner.out)
-    state.apply(state.input.bring(plan, shape, extras.logprob_rows, state.sampling.host_columns))
+    state.apply(state.input.bring(shape, extras.logprob_rows, state.sampling.host_columns))
     runner.out.clear()
     graph.replay()
     return Launched(shape, runner.out.send(), extras, runner.copies).wait()

@@ -22,7 +22,7 @@ from tests.support.ways_out import ways_out
 from wavecore import LLM, ConfigError, ResourceError, SamplingParams
 from wavecore.engine_core.execution.logprobs import draw
 from wavecore.engine_core.execution.step_shape import MAX_BUCKET, StepShape
-from wavecore.engine_core.plan import StepPlan, pairs, table_columns
+from wavecore.engine_core.plan import StepPlan
 from wavecore.engine_core.startup import kv_cache_size
 from wavecore.engine_core.startup.measure import SLACK
 from wavecore.engine_core.startup.memory_budget import Shares
@@ -187,11 +187,6 @@ def captured_bytes(runner: Any, rows: int, tokens: int) -> int:
         starts=np.zeros(rows, np.int32),
         query_lens=np.array([1] * (rows - 1) + [tokens - rows + 1], np.int32),
         samples=np.ones(rows, np.bool_),
-        swap_out=pairs(()),
-        swap_in=pairs(()),
-        copies=pairs(()),
-        new_requests=(),
-        **table_columns(()),
     )
     shape = StepShape.of(plan, runner.bucket_limits)
     assert (shape.bucket_tokens, shape.bucket_rows) == (tokens, rows)

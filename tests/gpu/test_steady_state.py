@@ -230,5 +230,5 @@ def test_a_steady_step_is_one_copy_in_and_one_out(runner: Any, name: str) -> Non
         pending.wait()
         if step:
             assert crossings.found == ["cuda", "cpu"], step
-            new_blocks += len(plan.block_ids)
+            new_blocks += len(plan.table)
     assert new_blocks > 20

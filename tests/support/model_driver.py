@@ -10,10 +10,11 @@ import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.plan import NewRequest, RowLogprobs, Runner, StepPlan, StepResult
+from wavecore.engine_core.plan import NewRequest, RowLogprobs, Runner, StepPlan, StepResult, int_table
 from wavecore.engine_core.startup.factory import make_runner
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1000)
+NO_ROWS = np.zeros(0, np.intp), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_)
 
 
 def load(model: Any, **settings: Any) -> Runner:
@@ -75,41 +76,33 @@ class Driver:
         table: Sequence[tuple[int, int, int]] = (),
     ) -> StepResult:
         """A plan of events alone."""
-        none, entries = np.zeros(0, np.int32), np.array(table, np.int32).reshape(-1, 3)
-        pairs = (np.array(p, np.int32).reshape(-1, 2) for p in (swap_out, swap_in, copies))
-        columns = (np.ascontiguousarray(entries[:, i]) for i in range(3))
-        empty = (np.zeros(0, np.intp), none, none, np.zeros(0, np.bool_))
-        return self._run(StepPlan(self.step_id, *empty, *pairs, (), *columns))
+        pairs = (int_table(p, 2) for p in (swap_out, swap_in, copies))
+        return self._run(StepPlan(self.step_id, *NO_ROWS, (), *pairs, int_table(table, 3)))
 
     def step(self, running: Sequence[Sequence_], chunk: int = 1 << 30) -> StepResult:
         rows = [s for s in running if not s.done]
         rows.sort(key=lambda s: min(chunk, len(s.tokens) - s.computed) > 1)  # rows with one query token come first
-        new_requests, events = [], []
+        new_requests, table = [], []
         lens = [min(chunk, len(s.tokens) - s.computed) for s in rows]
         for s, length in zip(rows, lens, strict=True):
             if not s.begun:
                 ids = np.array(s.tokens, np.int32)
                 new_requests.append(NewRequest(s.slot, ids, s.num_prompt, s.params, s.choice, s.embeds, s.pooling))
-                events += [(s.slot, i, block) for i, block in enumerate(s.blocks)]
+                table += [(s.slot, i, block) for i, block in enumerate(s.blocks)]
                 s.begun = True
             while len(s.blocks) * self.runner.info.block_size < s.computed + length:
-                events.append((s.slot, len(s.blocks), self.next_block))
+                table.append((s.slot, len(s.blocks), self.next_block))
                 s.blocks.append(self.next_block)
                 self.next_block += 1
         samples = [not s.pooling and s.computed + n == len(s.tokens) for s, n in zip(rows, lens, strict=True)]
-        table = np.array(events, np.int32).reshape(-1, 3)
-        none = np.zeros((0, 2), np.int32)
         plan = StepPlan(
             self.step_id,
             np.array([s.slot for s in rows], np.intp),
             np.array([s.computed for s in rows], np.int32),
             np.array(lens, np.int32),
             np.array(samples, np.bool_),
-            none,
-            none,
-            none,
             tuple(new_requests),
-            *(np.ascontiguousarray(table[:, i]) for i in range(3)),
+            table=int_table(table, 3),
         )
         result = self._run(plan)
         for i, s in enumerate(rows):

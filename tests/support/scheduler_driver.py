@@ -31,7 +31,7 @@ class PoisoningRunner(ScriptedRunner):
         for events in (plan.swap_out, plan.swap_in, plan.copies):
             assert len(set(events[:, 1].tolist())) == len(events), "one step copies twice to the same block"
         assert set(plan.copies[:, 0].tolist()).isdisjoint(plan.copies[:, 1].tolist()), "a chain of copies"
-        places = list(zip(plan.block_slots.tolist(), plan.block_indices.tolist(), strict=True))
+        places = [(slot, index) for slot, index, _ in plan.table.tolist()]
         assert len(set(places)) == len(places), "one step writes an entry of the block table twice"
         assert len(set(plan.slots.tolist())) == plan.num_rows and (plan.query_lens > 0).all()
         assert np.diff(plan.query_lens > 1, prepend=False).sum() <= 1, "rows with one query token come first"

@@ -31,7 +31,7 @@ def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
     """Beside rows that do not ask, and with bias, bans and penalties, which sampling applies to the logits. Prompts
     have different lengths, so that a token drawn at another row's position shows."""
     sizes: list[int] = []
-    put = logprobs._ReportRoom.put
+    put = logprobs.Report.put
 
     def counting(self: Any, part: slice, logprobs: torch.Tensor, chosen: torch.Tensor) -> None:
         sizes.append(len(logprobs))
@@ -56,7 +56,7 @@ def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
         return sequences
 
     want = run(1000)
-    monkeypatch.setattr(logprobs._ReportRoom, "put", counting)
+    monkeypatch.setattr(logprobs.Report, "put", counting)
     got = run(chunk)
     assert max(sizes) == min(chunk, 15)
     for one, other in zip(want, got, strict=True):
@@ -72,7 +72,7 @@ def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
 
 
 def test_the_rank_counts_what_is_likelier_and_no_equals() -> None:
-    room = logprobs._ReportRoom(CopyOut(1, 100, torch.device("cpu")), 3, 1)
+    room = logprobs.Report(CopyOut(1, 100, torch.device("cpu")), 3, 1)
     room.put(slice(0, 3), torch.tensor([[0.5, 0.5, 0.7]] * 3), torch.arange(3))
     assert room.ranks.tolist() == [2, 2, 1]
 

@@ -17,7 +17,7 @@ from wavecore.engine_core.execution.uploads import Uploads
 from wavecore.engine_core.plan import NewRequest, StepPlan
 
 CPU = torch.device("cpu")
-NONE, PAIRS = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
+NONE = np.zeros(0, np.int32)
 
 
 @pytest.fixture
@@ -133,13 +133,7 @@ def plan(slots: list[int], lens: list[int], **more: object) -> StepPlan:
         starts=np.array(columns["starts"], np.int32),
         query_lens=np.array(lens, np.int32),
         samples=np.array(columns["samples"], np.bool_),
-        swap_out=PAIRS,
-        swap_in=PAIRS,
-        copies=PAIRS,
-        new_requests=(),
-        block_slots=np.array(more.get("block_slots", NONE), np.int32),
-        block_indices=np.array(more.get("block_indices", NONE), np.int32),
-        block_ids=np.array(more.get("block_ids", NONE), np.int32),
+        table=np.array(more.get("table", ()), np.int32).reshape(-1, 3),
     )
 
 
@@ -152,8 +146,8 @@ def test_rows_lie_at_the_same_place_whatever_the_step_before() -> None:
     padded = StepShape.of(plan(list(range(9)), [1] * 9), (64, 10))
     assert (padded.bucket_rows, padded.bucket_tokens) == (9, 9)
     for before in (big, padded):
-        step_input.bring(small, before, np.arange(16, dtype=np.int32)[: len(before.slots)], columns)
-        step_input.bring(small, shape, np.array([1], np.int32), columns)
+        step_input.bring(before, np.arange(16, dtype=np.int32)[: before.plan.num_rows], columns)
+        step_input.bring(shape, np.array([1], np.int32), columns)
         rows = step_input.rows(shape.bucket_rows)
         assert rows.slots.tolist() == [2, 7, 5]
         assert rows.starts.tolist() == [20, 70, 50]
@@ -176,15 +170,15 @@ def test_a_step_is_one_copy_and_one_more_where_a_slot_begins(
 ) -> None:
     device.step_copies(monkeypatch)
     step_input = StepInput(16, 32, CPU, Uploads(CPU))
-    columns, some = np.arange(1, 33, dtype=np.int32), list(range(entries))
-    steady = plan([5, 2, 7], [1, 1, 1], block_slots=some, block_indices=some, block_ids=some)
+    columns, table = np.arange(1, 33, dtype=np.int32), [(i, i, i) for i in range(entries)]
+    steady = plan([5, 2, 7], [1, 1, 1], table=table)
     shape = StepShape.of(steady, (64, 16))
-    step_input.bring(steady, shape, np.array([1], np.int32), columns)
+    step_input.bring(shape, np.array([1], np.int32), columns)
     [(target, _)] = device.queue
     assert target.is_contiguous() and target.data_ptr() == step_input.copy.target.data_ptr()
     assert len(target) == step_input.changes_at + 3 * entries
     begins = NewRequest(5, np.zeros(3, np.int32), 3, SamplingParams())
-    step_input.bring(replace(steady, new_requests=(begins,)), shape, NONE, columns)
+    step_input.bring(StepShape.of(replace(steady, new_requests=(begins,)), (64, 16)), NONE, columns)
     _, (again, _), (brought, _) = device.queue
     assert again.shape == target.shape and again.data_ptr() == target.data_ptr()
     assert brought.data_ptr() == step_input.columns.data_ptr() and len(brought) == 32
@@ -200,7 +194,7 @@ def test_padding_of_rows_and_tokens() -> None:
     assert (shape.bucket_rows, shape.bucket_tokens, shape.max_query_len) == (18, 20, 2)
     shape = StepShape.of(plan(list(range(33)), [1] * 33), (4096, 64))
     assert (shape.bucket_rows, shape.bucket_tokens) == (36, 36)
-    step_input.bring(plan([], []), shape, NONE, NONE)
+    step_input.bring(shape, NONE, NONE)
     rows = step_input.rows(36)
     assert rows.slots.tolist() == [*range(33), -1, -1, -1]
     assert rows.sample_slots.tolist() == rows.slots.tolist()
@@ -221,9 +215,9 @@ def test_rows_of_a_large_step_are_padded_and_its_tokens_are_not() -> None:
 def test_changes_fit_the_vector_or_come_apart(entries: int) -> None:
     step_input = StepInput(8, 4, CPU, Uploads(CPU))
     step_input.columns.fill_(5)
-    slots, indices, ids = np.random.default_rng(1).integers(0, 1 << 20, (3, entries)).astype(np.int32)
-    changed = plan([0], [1], block_slots=slots, block_indices=indices, block_ids=ids)
+    table = np.random.default_rng(1).integers(0, 1 << 20, (entries, 3)).astype(np.int32)
+    changed = plan([0], [1], table=table)
     assert (3 * entries > step_input.room) == (entries == 4000)
-    changes = step_input.bring(changed, StepShape.of(changed, None), NONE, step_input.columns.numpy())
-    assert (changes.numpy() == np.stack((slots, indices, ids))).all()
+    changes = step_input.bring(StepShape.of(changed, None), NONE, step_input.columns.numpy())
+    assert (changes.numpy() == table.T).all()
     assert step_input.columns.tolist() == [5] * 4

@@ -529,7 +529,7 @@ def test_plans_in_flight_are_never_written_to() -> None:
     seen: list[tuple[StepPlan, list[bytes]]] = []
 
     def columns(plan: StepPlan) -> list[bytes]:
-        names = ("slots", "starts", "query_lens", "samples", "block_slots", "block_indices", "block_ids")
+        names = ("slots", "starts", "query_lens", "samples", "table", "copies", "swap_out", "swap_in")
         return [getattr(plan, name).tobytes() for name in names] + [a.token_ids.tobytes() for a in plan.new_requests]
 
     run = driver.runner.run

@@ -92,7 +92,7 @@ def test_the_largest_graph_is_that_of_all_rows_and_all_padded_tokens(sizes: tupl
     plan = largest_graph(Recorder(*sizes), config)  # type: ignore[arg-type]
     assert plan.num_rows == seqs and plan.samples.all()
     assert plan.num_tokens == max(seqs, min(tokens, MAX_BUCKET, seqs * length))
-    assert len(plan.block_ids) == 0 and (plan.starts + plan.query_lens <= length).all()
+    assert len(plan.table) == 0 and (plan.starts + plan.query_lens <= length).all()
     for admission in plan.new_requests:
         params = admission.params
         assert params.logprobs is params.prompt_logprobs is None  # no graph reports them
@@ -174,7 +174,7 @@ def test_every_kernel_that_torch_picks_by_size_is_used(sizes: tuple[int, int, in
         len(a.token_ids) - a.num_prompt for p in plans for a in p.new_requests if a.params.repetition_penalty != 1
     ]
     assert any(1 <= count <= 16 for count in output) and any(count > 16 for count in output)
-    entries = [block for plan in plans for block in plan.block_ids.tolist()]
+    entries = [block for plan in plans for block in plan.table[:, 2].tolist()]
     assert entries and set(entries) <= {0, 1}, "the cache has two blocks when steps are measured"
     pooled = 0
     kept: set[int] = set()

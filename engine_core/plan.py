@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -109,8 +109,7 @@ class StepPlan:
         return self.starts + self.query_lens
 
 
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
+class RowLogprobs(NamedTuple):
     """Raw model log-probabilities (log-softmax before any processor) of one row, for one or more positions.
 
     Attributes:

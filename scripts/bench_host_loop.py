@@ -65,7 +65,7 @@ def bench_loop(running: int, waiting: int, steps: int) -> str:
     phases = []
     for _ in range(steps):
         core.step()
-        phases.append(np.diff(core.stats.trace.last()[:5]) * 1e6)
+        phases.append(np.diff(core.stats.last()[:5]) * 1e6)
     cancel = per_item(list(range(running, running + waiting)), lambda handle: core.abort(CLIENT, [handle]))
     schedule, _, _, update = np.transpose(phases)
     both = schedule + update

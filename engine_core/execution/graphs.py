@@ -23,7 +23,7 @@ def graph_bytes(runner: ModelRunner, plan: StepPlan) -> int:
         OutOfMemory: the step does not fit.
         torch.OutOfMemoryError, RuntimeError: likewise, while it is captured.
     """
-    device, shape = runner.device, StepShape.of(plan, runner.bucket_limits)
+    device, shape = runner.device, StepShape(plan, runner.bucket_limits)
     runner.start(plan).wait()  # what must be compiled or loaded cannot be while a graph is captured
     gc.collect()
     torch.cuda.empty_cache()

@@ -7,6 +7,7 @@ for a few positions at once, so that the memory for them does not grow with the 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from wavecore.engine_core.execution.device_state import LOGPROBS, POOLING, POOLS
 from wavecore.engine_core.execution.pinned_copies import CopyOut, Place
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.models.decoder import Decoder
-from wavecore.engine_core.plan import F32, I32, LOGPROB_CHUNK, Index, RowLogprobs
+from wavecore.engine_core.plan import I32, LOGPROB_CHUNK, Index, RowLogprobs
 from wavecore.kernels import ops
 from wavecore.kernels.sampling.rows import SamplingRows
 
@@ -142,25 +143,23 @@ class Extras:
                 target, self._pooled[row] = self._out.take(len(vector), kind=np.float32)
                 target.copy_(F.normalize(vector, dim=0))
 
-    def logprobs(self, vector: I32) -> dict[int, RowLogprobs]:
-        """Of the output, by row, from the vector that came back."""
-        if self._logprobs is None:
-            return {}
-        found = self._logprobs.read(vector)
+    def read(self, vector: I32) -> dict[str, dict[int, Any]]:
+        """The fields of `StepResult` that are made here, from the vector that came back."""
         return {
-            row: RowLogprobs(
-                found.token_ids[i : i + 1, : 1 + count], found.logprobs[i : i + 1, : 1 + count], found.ranks[i : i + 1]
-            )
-            for i, (row, count) in enumerate(zip(self.logprob_rows.tolist(), self._counts.tolist(), strict=True))
+            "logprobs": self._read_logprobs(vector),
+            "prompt_logprobs": {row: report.read(vector) for row, report in self._prompt_logprobs.items()},
+            "pooled": {row: place.read(vector) for row, place in self._pooled.items()},
         }
 
-    def prompt_logprobs(self, vector: I32) -> dict[int, RowLogprobs]:
-        """Likewise, of the prompt."""
-        return {row: report.read(vector) for row, report in self._prompt_logprobs.items()}
-
-    def pooled(self, vector: I32) -> dict[int, F32]:
-        """Embeddings float32 [hidden], likewise."""
-        return {row: place.read(vector) for row, place in self._pooled.items()}
+    def _read_logprobs(self, vector: I32) -> dict[int, RowLogprobs]:
+        if self._logprobs is None:
+            return {}
+        ids, values, ranks = self._logprobs.read(vector)
+        wanted = zip(self.logprob_rows.tolist(), self._counts.tolist(), strict=True)
+        return {
+            row: RowLogprobs(ids[i : i + 1, : 1 + count], values[i : i + 1, : 1 + count], ranks[i : i + 1])
+            for i, (row, count) in enumerate(wanted)
+        }
 
     def _rows_with(self, option: int | npt.NDArray[np.integer]) -> Index:
         """Rows that want this."""

@@ -41,14 +41,7 @@ class Launched:
         tokens, faults = np.full(rows, -1, np.int32), np.zeros(rows, np.uint8)
         if self.shape.num_samples:  # else nothing was drawn, and the vector holds the tokens of an earlier step
             tokens[:], faults[:] = self.fetched.drawn(rows)
-        pooled = self.extras.pooled(vector)
-        for row, embedding in pooled.items():
+        extras = self.extras.read(vector)
+        for row, embedding in extras["pooled"].items():
             faults[row] |= not np.isfinite(embedding).all()
-        return StepResult(
-            tokens=tokens,
-            faults=faults,
-            logprobs=self.extras.logprobs(vector),
-            prompt_logprobs=self.extras.prompt_logprobs(vector),
-            pooled=pooled,
-            transferred=self.copies.poll(),
-        )
+        return StepResult(tokens, faults, **extras, transferred=self.copies.poll())

@@ -101,7 +101,7 @@ class ModelRunner:
         with self._out_of_memory(plan):
             self.copies.join(plan.after)
             self.copies.start(plan, self.kv_cache, self.host_kv_cache)
-            shape = StepShape.of(plan, self.bucket_limits)
+            shape = StepShape(plan, self.bucket_limits)
             self.state.begin(plan.new_requests)
             extras = Extras(shape, self.state, self.out)
             columns = self.state.sampling.host_columns

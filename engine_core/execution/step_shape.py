@@ -7,18 +7,18 @@ padding would cost, and rows still decide the shape of the last product); on a C
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from wavecore.engine_core.plan import I32, StepPlan
+from wavecore.engine_core.plan import StepPlan
 
 MAX_BUCKET = 2048
 
 
-@dataclass(frozen=True, slots=True)
 class StepShape:
-    """A plan with what is derived from it.
+    """A plan, with what is derived from it.
+
+    Args:
+        limits: most tokens and rows of a padded step; None pads nothing.
 
     Attributes:
         ends: int32 [rows], as of the plan.
@@ -29,45 +29,23 @@ class StepShape:
         bucket_tokens, bucket_rows: the sizes with padding.
     """
 
-    plan: StepPlan
-    ends: I32
-    num_samples: int
-    num_tokens: int
-    num_decode_rows: int
-    max_query_len: int
-    bucket_tokens: int
-    bucket_rows: int
-
-    @classmethod
-    def of(cls, plan: StepPlan, limits: tuple[int, int] | None) -> StepShape:
-        """The shape of a plan.
-
-        Args:
-            limits: most tokens and rows of a padded step; None pads nothing.
-        """
+    def __init__(self, plan: StepPlan, limits: tuple[int, int] | None) -> None:
         rows, tokens = plan.num_rows, plan.num_tokens
-        decode, longest = rows, min(rows, 1)
+        self.plan, self.ends, self.num_tokens = plan, plan.ends, tokens
+        self.num_samples = int(np.count_nonzero(plan.samples))
+        self.num_decode_rows, self.max_query_len = rows, min(rows, 1)
         if tokens > rows:
             long = plan.query_lens > 1
-            decode, longest = rows - int(np.count_nonzero(long)), int(plan.query_lens.max())
-            assert long[decode:].all(), "a plan's rows with one query token come first"
-        bucket_tokens, bucket_rows = tokens, rows
+            self.num_decode_rows = rows - int(np.count_nonzero(long))
+            self.max_query_len = int(plan.query_lens.max())
+            assert long[self.num_decode_rows :].all(), "a plan's rows with one query token come first"
+        self.bucket_tokens, self.bucket_rows = tokens, rows
         if limits is not None and rows:
-            bucket_rows = bucket(rows, limits[1])
+            self.bucket_rows = bucket(rows, limits[1])
             if tokens == rows:
-                bucket_tokens = bucket_rows
+                self.bucket_tokens = self.bucket_rows
             elif tokens <= MAX_BUCKET:
-                bucket_tokens = bucket(tokens, limits[0])
-        return cls(
-            plan=plan,
-            ends=plan.ends,
-            num_samples=int(np.count_nonzero(plan.samples)),
-            num_tokens=tokens,
-            num_decode_rows=decode,
-            max_query_len=longest,
-            bucket_tokens=bucket_tokens,
-            bucket_rows=bucket_rows,
-        )
+                self.bucket_tokens = bucket(tokens, limits[0])
 
 
 def bucket(size: int, limit: int) -> int:

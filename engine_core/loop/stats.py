@@ -24,10 +24,11 @@ SCHEDULING_SHARE = 0.15  # schedule and update above this share of a step are wo
 
 
 class Stats:
-    """Sums over turns of the loop since the start and since the last log line."""
+    """Sums over turns of the loop since the start and since the last log line, and the last turns one by one."""
 
     def __init__(self, requests: Requests, log: bool) -> None:
-        self.trace = StepTrace()
+        self._ring = np.zeros((MAX_TURNS, 1 + len(PHASES) + len(GAUGES)))
+        self._turns = 0
         self._requests = requests
         self._log = log
         self._seconds = [0.0] * len(PHASES)
@@ -40,7 +41,8 @@ class Stats:
             self._seconds[i] += times[i + 1] - times[i]
         requests = self._requests
         gauges = (requests.num_running, len(requests.waiting), requests.kv.device.num_free, requests.totals.preemptions)
-        self.trace.record(*times, rows, tokens, *gauges)
+        self._ring[self._turns % MAX_TURNS] = (*times, rows, tokens, *gauges)
+        self._turns += 1
         if self._log and times[-1] >= self._log_at:
             if self._log_at:
                 self._write(times[-1])
@@ -93,29 +95,16 @@ class Stats:
         if scheduling > SCHEDULING_SHARE:
             logger.warning("scheduling takes %.0f%% of the loop, more than 15%%: the device waits", 100 * scheduling)
 
-
-class StepTrace:
-    """Costs a turn one row of numbers; the events are made when somebody asks."""
-
-    def __init__(self) -> None:
-        self._ring = np.zeros((MAX_TURNS, 1 + len(PHASES) + len(GAUGES)))
-        self._count = 0
-
-    def record(self, *values: float) -> None:
-        """Start of the turn and end of each phase (seconds of one clock), then the gauges."""
-        self._ring[self._count % MAX_TURNS] = values
-        self._count += 1
-
     def last(self) -> npt.NDArray[np.float64]:
-        """The values of the latest `record`."""
-        row: npt.NDArray[np.float64] = self._ring[(self._count - 1) % MAX_TURNS]
+        """Of the latest turn: its start and the end of each phase, in seconds of one clock, then the gauges."""
+        row: npt.NDArray[np.float64] = self._ring[(self._turns - 1) % MAX_TURNS]
         return row
 
-    def chrome(self) -> dict[str, Any]:
+    def chrome_trace(self) -> dict[str, Any]:
         """{"traceEvents": [...]}: one complete event a phase and one counter event a turn, oldest first."""
-        first = max(0, self._count - MAX_TURNS)
+        first = max(0, self._turns - MAX_TURNS)
         events: list[dict[str, Any]] = []
-        for turn in range(first, self._count):
+        for turn in range(first, self._turns):
             times = self._ring[turn % MAX_TURNS, : 1 + len(PHASES)] * 1e6
             gauges = dict(zip(GAUGES, self._ring[turn % MAX_TURNS, 1 + len(PHASES) :].tolist(), strict=True))
             common = {"pid": 1, "tid": 1, "cat": "step"}

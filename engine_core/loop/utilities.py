@@ -14,9 +14,9 @@ from wavecore.engine_core.request import Request, State
 from wavecore.engine_core.scheduling import integrity
 from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.scheduler import Scheduler
-from wavecore.engine_core.scheduling.step_output import frame
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.messages import TensorFrame
+from wavecore.transport.wire.tensors import from_numpy
 
 
 class Utilities:
@@ -32,7 +32,7 @@ class Utilities:
             "debug_requests": self.debug_requests,
             "memory_stats": self.memory_stats,
             "stats": stats.report,
-            "export_trace": stats.trace.chrome,
+            "export_trace": stats.chrome_trace,
             "attention_map": self.attention_map,
         }
 
@@ -64,7 +64,7 @@ class Utilities:
 
     def attention_map(self, prompt: list[int], layer: int, head: int) -> TensorFrame:
         """Attention weights float32 [n, n] of one head over a prompt, computed aside from all requests."""
-        return frame("float32", self._runner.attention_map(prompt, layer, head))
+        return from_numpy(self._runner.attention_map(prompt, layer, head))
 
     def memory_stats(self) -> dict[str, Any]:
         """KV blocks by state, the runner's bytes by use, and the resident size of this process."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from wavecore.engine_core.plan import I32, U8, Index, RowLogprobs
 from wavecore.transport.wire.columns import FRAME_LISTS, merge
 from wavecore.transport.wire.messages import U32, Columns, FinishReason, TensorFrame
+from wavecore.transport.wire.tensors import from_numpy
 
 Extras = dict[str, Any]
 
@@ -30,23 +30,17 @@ class Outputs:
     """Output of the step in the making. `rows` is called at most once per `take`."""
 
     def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self._client: I32 = np.zeros(0, np.int32)
-        self._handle: U32 = np.zeros(0, np.uint32)
-        self._token: I32 = np.zeros(0, np.int32)
-        self._finish: U8 = np.zeros(0, np.uint8)
+        self._rows: tuple[I32, U32, I32, U8] | None = None  # client number, handle, token, finish code
         self._extras: dict[int, Extras] = {}
         self._ends: dict[bytes, list[_End]] = {}
 
     def __bool__(self) -> bool:
-        return bool(len(self._handle) or self._ends)
+        return self._rows is not None or bool(self._ends)
 
     def rows(self, client: I32, handle: U32, token: I32, finish: U8) -> dict[int, Extras]:
-        """One token each; returns the rows' extras, by row, to be filled in."""
-        assert not len(self._handle), "rows of two steps in one output"
-        self._client, self._handle, self._token, self._finish = client, handle, token, finish
+        """One token each, at least one row; returns the rows' extras, by row, to be filled in."""
+        assert self._rows is None, "rows of two steps in one output"
+        self._rows = client, handle, token, finish
         return self._extras
 
     def end(self, client: bytes, handle: int, finish: FinishReason, extras: Extras) -> None:
@@ -55,36 +49,35 @@ class Outputs:
 
     def take(self, clients: list[bytes]) -> dict[bytes, Columns]:
         """Everything collected; `clients` names the client numbers of the rows."""
-        if not self:
-            return {}
         parts: dict[bytes, Columns] = {}
-        numbers = self._client
-        if len(numbers) and (numbers == numbers[0]).all():
-            parts[clients[numbers[0]]] = self._columns(slice(None))
-        elif len(numbers):
-            order = np.argsort(numbers, kind="stable")
-            starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
-            for rows in np.split(order, starts[1:]):
-                parts[clients[numbers[rows[0]]]] = self._columns(rows)
+        if self._rows is not None:
+            numbers, handles, tokens, finish = self._rows
+            if (numbers == numbers[0]).all():
+                parts[clients[numbers[0]]] = self._columns(slice(None), handles, tokens, finish)
+            else:
+                order = np.argsort(numbers, kind="stable")
+                starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
+                for rows in np.split(order, starts[1:]):
+                    parts[clients[numbers[rows[0]]]] = self._columns(rows, handles, tokens, finish)
+            self._rows, self._extras = None, {}
         for client, ends in self._ends.items():
             ended = _ended(ends)
             parts[client] = merge(parts[client], ended) if client in parts else ended
-        self._clear()
+        self._ends = {}
         return parts
 
-    def _columns(self, rows: Index | slice) -> Columns:
-        handles = self._handle[rows]
+    def _columns(self, rows: Index | slice, handles: U32, tokens: I32, finish: U8) -> Columns:
         frames: list[TensorFrame] = []
         extras: dict[int, Extras] = {}
         if self._extras:
-            for place, row in enumerate(np.arange(len(self._handle))[rows].tolist()):
+            for place, row in enumerate(np.arange(len(handles))[rows].tolist()):
                 if row in self._extras:
                     extras[place] = _with_frames(self._extras[row], frames)
         return Columns(
-            handles=handles,
-            counts=np.ones(len(handles), np.uint32),
-            tokens=self._token[rows],
-            finish=self._finish[rows],
+            handles=handles[rows],
+            counts=np.ones_like(handles[rows]),
+            tokens=tokens[rows],
+            finish=finish[rows],
             extras=extras,
             frames=tuple(frames),
         )
@@ -115,18 +108,9 @@ def _with_frames(extras: Extras, frames: list[TensorFrame]) -> Extras:
 
 def logprob_frames(values: RowLogprobs) -> list[TensorFrame]:
     """In the order in which a client reads them: ids, log-probabilities, ranks."""
-    return [frame("int32", values.token_ids), frame("float32", values.logprobs), frame("int32", values.ranks)]
+    return [from_numpy(column) for column in values]
 
 
 def join_logprobs(parts: list[RowLogprobs]) -> RowLogprobs:
     """Those of consecutive positions as one."""
-    return RowLogprobs(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([part.ranks for part in parts]),
-    )
-
-
-def frame(dtype: str, array: npt.NDArray[Any]) -> TensorFrame:
-    """A copy of the array for the wire, as `dtype`."""
-    return TensorFrame(dtype, array.shape, array.astype(dtype, copy=False).tobytes())
+    return RowLogprobs(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))

@@ -13,9 +13,10 @@ import numpy as np
 from wavecore.engine_core.plan import I32, U8, Flags, Index, RowLogprobs, StepPlan, StepResult
 from wavecore.engine_core.request import Request
 from wavecore.engine_core.scheduling.requests import Requests
-from wavecore.engine_core.scheduling.step_output import frame, join_logprobs, logprob_frames
+from wavecore.engine_core.scheduling.step_output import join_logprobs, logprob_frames
 from wavecore.transport.errors import NumericalError
 from wavecore.transport.wire.messages import FinishReason
+from wavecore.transport.wire.tensors import from_numpy
 
 
 def update(requests: Requests, plan: StepPlan, result: StepResult) -> None:
@@ -105,7 +106,7 @@ def _end_unsampled(requests: Requests, slots: Index, ends: I32, result: StepResu
         request = s.at(int(slots[row]))
         extras = _first_extras(request)
         if request.options.pooling:
-            extras["pooled"] = [frame("float32", result.pooled[row])]
+            extras["pooled"] = [from_numpy(result.pooled[row])]
         requests.close(request)
         finish = FinishReason.STOP if request.options.pooling else FinishReason.LENGTH
         requests.outputs.end(request.client, request.handle, finish, extras)

@@ -75,7 +75,7 @@ def capture(runner: Any, shape: StepShape) -> torch.cuda.CUDAGraph:
 @torch.inference_mode()
 def replay(runner: Any, plan: StepPlan, graph: torch.cuda.CUDAGraph) -> StepResult:
     """A step whose rows are a replay; the host's part is the runner's own."""
-    shape, state = StepShape.of(plan, runner.bucket_limits), runner.state
+    shape, state = StepShape(plan, runner.bucket_limits), runner.state
     state.begin(plan.new_requests)
     extras = Extras(shape, state, runner.out)
     state.apply(state.input.bring(shape, extras.logprob_rows, state.sampling.host_columns))
@@ -90,7 +90,7 @@ def test_a_captured_step_equals_the_eager_one_whatever_came_after_the_capture(tm
     with recorded(runner) as steps:
         run_busy_steps(Driver(runner))
     other = make(folder)
-    shapes = [StepShape.of(plan, other.bucket_limits) for plan, _ in steps]
+    shapes = [StepShape(plan, other.bucket_limits) for plan, _ in steps]
     graph = capture(other, next(shape for shape in shapes if is_decode(shape)))
     replays = [is_decode(shape) for shape in shapes]
     assert sum(replays[:9]) == 8 and not any(replays[9:12]) and sum(replays[12:]) >= 20  # the three came in between

@@ -188,7 +188,7 @@ def captured_bytes(runner: Any, rows: int, tokens: int) -> int:
         query_lens=np.array([1] * (rows - 1) + [tokens - rows + 1], np.int32),
         samples=np.ones(rows, np.bool_),
     )
-    shape = StepShape.of(plan, runner.bucket_limits)
+    shape = StepShape(plan, runner.bucket_limits)
     assert (shape.bucket_tokens, shape.bucket_rows) == (tokens, rows)
     views = runner.state.input.rows(rows)
     views.query_start.zero_()

@@ -140,10 +140,10 @@ def plan(slots: list[int], lens: list[int], **more: object) -> StepPlan:
 def test_rows_lie_at_the_same_place_whatever_the_step_before() -> None:
     columns = np.zeros(0, np.int32)
     step_input = StepInput(16, 0, CPU, Uploads(CPU))
-    big = StepShape.of(plan(list(range(16)), [3] * 16), None)
+    big = StepShape(plan(list(range(16)), [3] * 16), None)
     small = plan([2, 7, 5], [1, 1, 4], samples=[1, 1, 0])
-    shape = StepShape.of(small, (64, 16))
-    padded = StepShape.of(plan(list(range(9)), [1] * 9), (64, 10))
+    shape = StepShape(small, (64, 16))
+    padded = StepShape(plan(list(range(9)), [1] * 9), (64, 10))
     assert (padded.bucket_rows, padded.bucket_tokens) == (9, 9)
     for before in (big, padded):
         step_input.bring(before, np.arange(16, dtype=np.int32)[: before.plan.num_rows], columns)
@@ -161,7 +161,7 @@ def test_rows_lie_at_the_same_place_whatever_the_step_before() -> None:
 
 def test_a_plan_whose_rows_are_out_of_order_is_our_bug() -> None:
     with pytest.raises(AssertionError, match="one query token come first"):
-        StepShape.of(plan([5, 2, 7], [4, 1, 1]), None)
+        StepShape(plan([5, 2, 7], [4, 1, 1]), None)
 
 
 @pytest.mark.parametrize("entries", [0, 3])
@@ -172,13 +172,13 @@ def test_a_step_is_one_copy_and_one_more_where_a_slot_begins(
     step_input = StepInput(16, 32, CPU, Uploads(CPU))
     columns, table = np.arange(1, 33, dtype=np.int32), [(i, i, i) for i in range(entries)]
     steady = plan([5, 2, 7], [1, 1, 1], table=table)
-    shape = StepShape.of(steady, (64, 16))
+    shape = StepShape(steady, (64, 16))
     step_input.bring(shape, np.array([1], np.int32), columns)
     [(target, _)] = device.queue
     assert target.is_contiguous() and target.data_ptr() == step_input.copy.target.data_ptr()
     assert len(target) == step_input.changes_at + 3 * entries
     begins = NewRequest(5, np.zeros(3, np.int32), 3, SamplingParams())
-    step_input.bring(StepShape.of(replace(steady, new_requests=(begins,)), (64, 16)), NONE, columns)
+    step_input.bring(StepShape(replace(steady, new_requests=(begins,)), (64, 16)), NONE, columns)
     _, (again, _), (brought, _) = device.queue
     assert again.shape == target.shape and again.data_ptr() == target.data_ptr()
     assert brought.data_ptr() == step_input.columns.data_ptr() and len(brought) == 32
@@ -190,9 +190,9 @@ def test_a_step_is_one_copy_and_one_more_where_a_slot_begins(
 def test_padding_of_rows_and_tokens() -> None:
     step_input = StepInput(64, 0, CPU, Uploads(CPU))
     lens = [1] * 17 + [2]
-    shape = StepShape.of(plan(list(range(18)), lens), (4096, 64))
+    shape = StepShape(plan(list(range(18)), lens), (4096, 64))
     assert (shape.bucket_rows, shape.bucket_tokens, shape.max_query_len) == (18, 20, 2)
-    shape = StepShape.of(plan(list(range(33)), [1] * 33), (4096, 64))
+    shape = StepShape(plan(list(range(33)), [1] * 33), (4096, 64))
     assert (shape.bucket_rows, shape.bucket_tokens) == (36, 36)
     step_input.bring(shape, NONE, NONE)
     rows = step_input.rows(36)
@@ -204,10 +204,10 @@ def test_padding_of_rows_and_tokens() -> None:
 
 def test_rows_of_a_large_step_are_padded_and_its_tokens_are_not() -> None:
     """The last product of a step has a row for each row: it must not meet a new shape with each large step."""
-    shape = StepShape.of(plan(list(range(35)), [100] * 35), (8192, 64))
+    shape = StepShape(plan(list(range(35)), [100] * 35), (8192, 64))
     assert shape.num_tokens > MAX_BUCKET
     assert (shape.bucket_rows, shape.bucket_tokens) == (36, 3500)
-    decode = StepShape.of(plan(list(range(2500)), [1] * 2500), (8192, 4096))
+    decode = StepShape(plan(list(range(2500)), [1] * 2500), (8192, 4096))
     assert decode.bucket_rows == decode.bucket_tokens == 2560
 
 
@@ -218,6 +218,6 @@ def test_changes_fit_the_vector_or_come_apart(entries: int) -> None:
     table = np.random.default_rng(1).integers(0, 1 << 20, (entries, 3)).astype(np.int32)
     changed = plan([0], [1], table=table)
     assert (3 * entries > step_input.room) == (entries == 4000)
-    changes = step_input.bring(StepShape.of(changed, None), NONE, step_input.columns.numpy())
+    changes = step_input.bring(StepShape(changed, None), NONE, step_input.columns.numpy())
     assert (changes.numpy() == table.T).all()
     assert step_input.columns.tolist() == [5] * 4

@@ -109,7 +109,7 @@ def test_the_largest_graph_is_that_of_all_rows_and_all_padded_tokens(sizes: tupl
 def test_every_padded_size_is_among_them(sizes: tuple[int, int, int]) -> None:
     """So no matrix product meets a shape while serving that it has not met."""
     length, tokens, seqs = sizes
-    shapes = [StepShape.of(plan, (tokens, seqs)) for plan in record(*sizes)]
+    shapes = [StepShape(plan, (tokens, seqs)) for plan in record(*sizes)]
     assert {bucket(rows, seqs) for rows in range(1, seqs + 1)} <= {shape.bucket_rows for shape in shapes}
     reachable = min(tokens, MAX_BUCKET, seqs * length)
     met = {shape.bucket_tokens for shape in shapes}

@@ -34,9 +34,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from wavecore import LLM, SamplingParams, connect
 from wavecore.engine_core.__main__ import main as engine_main
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.factory import make_runner
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.loop.proc import EngineCoreProc
+from wavecore.engine_core.startup.factory import make_runner
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.supervisor import Supervisor
 from wavecore.transport.wire.messages import Add

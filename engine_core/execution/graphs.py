@@ -1,4 +1,4 @@
-"""How much memory CUDA graphs of steps need: measured on one, as its arena serves those of all sizes.
+"""How much memory CUDA graphs of steps need: measured on one, because its arena serves those of all sizes.
 
 The captured step is the largest that graphs are for. Bytes are the allocator's: what a graph keeps of its own in the
 driver is small beside them.

@@ -16,8 +16,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory was short, on either side: torch, cuBLAS and Triton say so in a plain RuntimeError each."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    words = ("out of memory", "ALLOC_FAILED", "allocate memory")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    phrases = ("out of memory", "ALLOC_FAILED", "allocate memory")
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
 def first_line(error: BaseException) -> str:
@@ -25,18 +25,18 @@ def first_line(error: BaseException) -> str:
 
 
 def unless_short_of_memory(make: Callable[[], Made]) -> tuple[Made | None, str]:
-    """What is made, or why memory was short. Only words are kept of the error: it holds what was made so far."""
+    """What is made, or the reason why memory was short. The error itself is let go: it holds what was made so far."""
     try:
         return make(), ""
     except Exception as error:
-        words = _shortage(error)
-        if not words:
+        reason = _shortage(error)
+        if not reason:
             raise
-        return None, words
+        return None, reason
 
 
 def _shortage(error: BaseException) -> str:
-    """That memory was short, as the error says, or its cause: a capture says only that it failed. Else ""."""
+    """What the error says of memory that was short, or its cause: a capture says only that it failed. Else ""."""
     if isinstance(error, OutOfMemory) or is_out_of_memory(error):
         return first_line(error)
     if isinstance(error, RuntimeError) and error.__context__ is not None:

@@ -21,7 +21,7 @@ from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.execution.uploads import Uploads
 from wavecore.engine_core.plan import I32
 
-ALIGN = 4  # int32: 16 bytes, as kernels compile anew for other alignments, and the columns begin with 64-bit values
+ALIGN = 4  # int32: 16 bytes, since kernels compile anew for other alignments; and columns begin with 64-bit values
 PADDING = np.array([-1, 0, 0, -1, 0, 0], np.int32)[:, None]  # of RowViews' tensors
 
 

@@ -1,7 +1,8 @@
 """The state of running requests as numpy columns, one entry a slot.
 
 A steady decode step reads and writes whole columns and never walks requests, so its cost hardly grows with their
-number. Positions of one sequence in a slot, from left to right:
+number. Variables called `slots` hold numbers of slots, and index these columns; `rows` are rows of a step (see `plan`).
+Positions of one sequence in a slot, from left to right:
 
     0 ... num_prompt ...... known ......... length ....... limit
           |                 |               |              `- ends here, finish reason length
@@ -37,7 +38,7 @@ class Slots:
         self.stop_from = column()  # stop ids count from this known length on (min_tokens)
         self.stop_ids = np.full((max_num_seqs, 1), -1, np.int32)
         self.in_flight = column()  # steps launched and not yet processed
-        self.client = column()
+        self.client = column()  # a number, see `Requests.clients`
         self.handle = np.zeros(max_num_seqs, np.uint32)
         self.major = np.zeros(max_num_seqs, np.float64)
         self.minor = np.zeros(max_num_seqs, np.int64)

@@ -1,4 +1,4 @@
-"""Collects what one step tells the clients and makes one `Columns` per client of it, with numpy and no loop over rows.
+"""Collects what one step tells the clients and makes one `Columns` a client of it, with numpy and no loop over rows.
 
 Two sources: the rows of a step (columns already) and single events (errors, aborts, deadlines). Extras are sparse: what
 few rows have to say beside their token. Tensors among them are lists of frames, moved to `Columns.frames` at the end.

@@ -1,6 +1,6 @@
 """Deadlines in a hierarchical timing wheel: O(1) insert and cancel, O(1) amortised tick.
 
-Level 0 has one bucket a tick for the next 64 ticks, level 1 one bucket per 64 ticks, and so on (Varghese & Lauck,
+Level 0 has one bucket a tick for the next 64 ticks, level 1 one for each 64 ticks, and so on (Varghese & Lauck,
 "Hashed and hierarchical timing wheels", 1987). When level 0 wraps, the next bucket of level 1 is spread over it. A
 heap would cost O(log n) an insert, and cancelled entries, nearly all of them here, would have to stay in it.
 """

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from wavecore.engine_core.models.families import from_config
-from wavecore.engine_core.models.weight_names import hf_parts
+from wavecore.engine_core.models.weights import hf_parts
 
 Shapes = Mapping[str, tuple[int, ...]]
 SHARD_BYTES = 1 << 30

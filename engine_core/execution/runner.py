@@ -20,14 +20,12 @@ from wavecore.engine_core.execution.attention_map import attention_map
 from wavecore.engine_core.execution.block_copies import BlockCopies
 from wavecore.engine_core.execution.device_state import EDITS, EMBEDS, POOLS, PROMPT_LOGPROBS, TRUNCATES, DeviceState
 from wavecore.engine_core.execution.logprobs import Extras, room_for_extras
-from wavecore.engine_core.execution.out_of_memory import first_line, is_out_of_memory, unless_short_of_memory
+from wavecore.engine_core.execution.out_of_memory import first_line, is_out_of_memory
 from wavecore.engine_core.execution.pending_step import Deferred, Launched
 from wavecore.engine_core.execution.pinned_copies import CopyOut, pinned_zeros, zeros
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.models.decoder import Decoder
 from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, RunnerInfo, StepPlan
-from wavecore.engine_core.startup.free_memory import gib
-from wavecore.engine_core.startup.memory_budget import no_room
 from wavecore.kernels import ops
 from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
 from wavecore.kernels.sampling.rows import SamplingRows
@@ -54,32 +52,37 @@ class ModelRunner:
         self.bucket_limits = None if self.device.type == "cpu" else (max_num_batched_tokens, max_num_seqs)
         self.kv_cache = self.host_kv_cache = torch.empty(0)
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """(Re)allocate the KV cache: blocks on the device, and pinned ones on the host to swap to.
+    def allocate(self, num_blocks: int) -> None:
+        """(Re)allocate the KV cache on the device.
 
         Raises:
-            ConfigError: the host has no room for them.
-            torch.OutOfMemoryError, MemoryError, RuntimeError: the device has none.
+            torch.OutOfMemoryError, MemoryError, RuntimeError: there is no room for it.
         """
-        spec, dtype = self.model.spec, self.model.embedding.dtype
-        block = (spec.num_layers, 2, spec.num_kv_heads, self.info.block_size, spec.head_dim)
-        self.kv_cache = self.host_kv_cache = torch.empty(0)  # the old ones go before the new ones come
-        self.kv_cache = zeros(num_blocks, *block, dtype=dtype, device=self.device)
+        dtype = self.model.embedding.dtype
+        self.kv_cache = torch.empty(0)  # the old one goes before the new one comes
+        self.kv_cache = zeros(num_blocks, *self._block_shape, dtype=dtype, device=self.device)
+        self.info = replace(self.info, num_blocks=num_blocks)
 
-        def on_host() -> Tensor:
-            if self.device.type == "cuda":
-                return pinned_zeros((num_host_blocks, *block), dtype)
-            return zeros(num_host_blocks, *block, dtype=dtype, device=self.device)
+    def allocate_swap_space(self, num_blocks: int) -> None:
+        """(Re)allocate blocks on the host to swap to, pinned for a GPU; behind `allocate`, as a copy is timed.
 
-        host_kv_cache, fault = unless_short_of_memory(on_host)
-        if host_kv_cache is None:
-            size = gib(num_host_blocks * self.block_bytes)
-            what = f"the host cannot give {size} of memory for swapped blocks: {fault}"
-            raise no_room(what, [{"swap_space_gib": 0}])
-        self.host_kv_cache = host_kv_cache
-        self.info = replace(self.info, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-        if num_host_blocks:
+        Raises:
+            MemoryError, RuntimeError: the host has no room for them.
+        """
+        dtype = self.model.embedding.dtype
+        self.host_kv_cache = torch.empty(0)
+        if self.device.type == "cuda":
+            self.host_kv_cache = pinned_zeros((num_blocks, *self._block_shape), dtype)
+        else:
+            self.host_kv_cache = zeros(num_blocks, *self._block_shape, dtype=dtype, device=self.device)
+        self.info = replace(self.info, num_host_blocks=num_blocks)
+        if num_blocks:
             self.info = replace(self.info, swap_block_seconds=self._time_swap())
+
+    @property
+    def _block_shape(self) -> tuple[int, int, int, int, int]:
+        spec = self.model.spec
+        return spec.num_layers, 2, spec.num_kv_heads, self.info.block_size, spec.head_dim
 
     @property
     def block_bytes(self) -> int:

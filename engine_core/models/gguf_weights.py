@@ -11,28 +11,37 @@ from functools import partial
 import torch
 
 from wavecore.engine_core.api.gguf_file import GgufFile, GgufTensor
-from wavecore.engine_core.models.files import Progress
 from wavecore.engine_core.models.gguf import ROPE_FACTORS
 from wavecore.engine_core.models.spec import ModelSpec
-from wavecore.engine_core.models.weight_names import gguf_parts
-from wavecore.engine_core.models.weights import Parameters, Stored, fill
+from wavecore.engine_core.models.weights import Part, Placed, Stored, parts_by_name, placed
 
 
-def load_gguf(
-    file: GgufFile, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: Progress
-) -> Parameters:
-    """Every parameter of `spec`, dequantised tensor by tensor.
+def open_gguf(file: GgufFile, spec: ModelSpec) -> Placed:
+    """Every tensor of a GGUF file, dequantised when it is read, and where it goes.
 
     Raises:
         ModelError: naming the file and the tensor that is missing, unknown or of a wrong shape.
-        ResourceError, ConfigError: the device has no room for them.
     """
-    stored = [
+    stored = (
         Stored(name, tensor.shape, file.path, partial(_read, file, tensor, spec))
         for name, tensor in file.tensors.items()
         if name != ROPE_FACTORS
-    ]
-    return fill(stored, gguf_parts(spec), spec, dtype, device, file.path, progress)
+    )
+    return placed(stored, gguf_parts(spec), spec, file.path)
+
+
+def gguf_parts(spec: ModelSpec) -> dict[str, Part]:
+    """Every tensor name of a GGUF file and where it goes."""
+    norms = {"input_norm": "attn_norm", "mlp_norm": "ffn_norm"}
+    norms |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"} if spec.qk_norm else {}
+    linears = {
+        "qkv": ("attn_q", "attn_k", "attn_v"),
+        "o": ("attn_output",),
+        "gate_up": ("ffn_gate", "ffn_up"),
+        "down": ("ffn_down",),
+    }
+    outer = {"embed": "token_embd.weight", "norm": "output_norm.weight", "lm_head": "output.weight"}
+    return parts_by_name(spec, outer, "blk.{}.", norms, linears)
 
 
 def _read(file: GgufFile, tensor: GgufTensor, spec: ModelSpec) -> torch.Tensor:

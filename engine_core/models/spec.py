@@ -10,6 +10,7 @@ layers.N.*          input_norm, qkv(_bias), q_norm, k_norm, o(_bias), post_attn_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,11 @@ class ModelSpec:
     def kv_values_per_token(self) -> int:
         """Numbers in the keys and values of one token, all layers."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all weights."""
+        return sum(math.prod(shape) for shape in self.shapes().values())
 
     @property
     def qkv_rows(self) -> int:

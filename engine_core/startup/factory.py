@@ -22,7 +22,7 @@ def make_runner(config: EngineConfig, progress: Callable[[str, float], None]) ->
         from wavecore.engine_core.execution.scripted_runner import ScriptedRunner
 
         return ScriptedRunner(config, progress)
-    from wavecore.engine_core.models.model_source import open_model
+    from wavecore.engine_core.models.files import open_model
 
     # OpenMP reads this when torch is first imported. A worker thread that spins while it waits takes the core that the
     # frontend needs: on two busy cores steps then took five to ten times as long.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 from pathlib import Path
@@ -10,33 +9,15 @@ from pathlib import Path
 import psutil
 import torch
 
-from wavecore.engine_core.models.spec import ModelSpec
-from wavecore.engine_core.startup.memory_budget import GIB, Settings, no_room
-
 CGROUPS = (  # versions 2 and 1: the limit, and what is used of it
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
-def check_weights(spec: ModelSpec, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a model whose weights cannot fit, before any of them is read.
-
-    Raises:
-        ConfigError: with the bytes that they take and the bytes that are free, where half of them would fit.
-        ResourceError: likewise, where no setting makes room.
-    """
-    need = weight_bytes(spec, dtype)
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else host_memory()
-    if need <= free:
-        return
-    holders = f" (others: processes {processes(device)})" if device.type == "cuda" else ""
-    ways: list[Settings] = [{"dtype": "bfloat16"}] if weight_bytes(spec, torch.bfloat16) <= free else []
-    raise no_room(
-        f"the weights of {path} take {gib(need)} as {str(dtype).removeprefix('torch.')}, and of {device}'s "
-        f"{gib(total)} only {gib(free)} are free{holders}",
-        ways,
-    )
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of a device that this process may still take, and all."""
+    return torch.cuda.mem_get_info(device) if device.type == "cuda" else host_memory()
 
 
 def host_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
@@ -54,20 +35,6 @@ def host_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
     return max(free, 0), total
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    return sum(math.prod(shape) for shape in spec.shapes().values()) * dtype.itemsize
-
-
-def gib(size: int) -> str:
-    return f"{size / GIB:.3g} GiB"
-
-
-def fitting_gib(size: int) -> float:
-    """A little more than `size` bytes, in GiB with few digits."""
-    scale: int = 10 ** max(3 - math.floor(math.log10(size / GIB)), 0)
-    return (size * scale // GIB + 1) / scale
-
-
 def processes(device: torch.device) -> str:
     """Other processes on the device and what they hold, as nvidia-smi tells, for messages only."""
     uuid = torch.cuda.get_device_properties(device).uuid  # the only name of a device that CUDA_VISIBLE_DEVICES keeps
@@ -80,10 +47,10 @@ def processes(device: torch.device) -> str:
 
 
 def listed(output: str, own: int) -> str:
-    """nvidia-smi's lines of "pid, memory" in words, without this process; in a container its pids may be the host's."""
+    """nvidia-smi's lines of "pid, memory" without this process; in a container its pids may be the host's."""
     holders = dict(line.split(", ", 1) for line in output.strip().splitlines() if ", " in line)
     if not holders:
         return "(none listed)"
     inside = holders.pop(str(own), None) is not None
-    words = ", ".join(f"{pid} ({size})" for pid, size in holders.items()) or "(none)"
-    return words if inside else f"{words}, this one among them by its pid outside of the container"
+    others = ", ".join(f"{pid} ({size})" for pid, size in holders.items()) or "(none)"
+    return others if inside else f"{others}, this one among them by its pid outside of the container"

@@ -1,29 +1,29 @@
 """How many KV blocks a device can hold: measured on a GPU, set by kv_cache_memory_gib on a CPU.
 
 On a GPU the largest steps run once, before the KV cache is there; it takes what they and the weights leave of the
-engine's share, `shares.Shares`. What does not fit is refused with the numbers and the settings under which it would;
-where only smaller steps would help, these are measured, too, before they are named.
+engine's share, `MemoryBudget`. What does not fit is refused with the numbers, and with the settings that would fit
+where these can be computed.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable
+import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.execution.out_of_memory import unless_short_of_memory
+from wavecore.engine_core.execution.graphs import graph_bytes
+from wavecore.engine_core.execution.out_of_memory import shortage
 from wavecore.engine_core.execution.runner import ModelRunner
-from wavecore.engine_core.startup.free_memory import fitting_gib, gib, host_memory, processes
-from wavecore.engine_core.startup.measure import measure
-from wavecore.engine_core.startup.memory_budget import GIB, MARGIN, Blocks, Settings, Shares, no_room
+from wavecore.engine_core.startup.free_memory import host_memory, processes
+from wavecore.engine_core.startup.memory_budget import GIB, SLACK, KVCacheNeed, MemoryBudget, gib, no_room, refused
+from wavecore.engine_core.startup.warm_up import largest_graph, warm_up
 
 logger = logging.getLogger(__name__)
 
-Make = Callable[[EngineConfig], ModelRunner]
 MOST_CACHED = 1 << 20
 """Blocks that are worth having for cached prefixes alone: each takes a hundred bytes of host memory."""
 
@@ -37,125 +37,85 @@ def most_blocks(config: EngineConfig, block_bytes: int, device: torch.device) ->
     return int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization) // block_bytes
 
 
-def sized_runner(make: Make, config: EngineConfig, dtype: str) -> ModelRunner:
-    """A runner with its KV cache; on a GPU every kind of step has run once, which also compiles.
-
-    Args:
-        make: gives a runner without a KV cache, with tables for the settings' max_num_seqs and max_num_batched_tokens.
-        dtype: of the model.
+def allocate_kv_cache(runner: ModelRunner, config: EngineConfig) -> None:
+    """Give a runner its KV cache; on a GPU every kind of step has run once then, which also compiles.
 
     Raises:
-        ConfigError: it does not fit; the message names the settings that would.
+        ConfigError: it does not fit; the message names the settings that would, or those to lower.
         ResourceError: it does not fit, and no setting changes that.
     """
-    runner, fault = unless_short_of_memory(partial(make, config))
-    if runner is None:
-        what = f"the tables of all requests do not fit into memory: {fault}"
-        raise no_room(what, smaller_steps(make, config), dtype=dtype)
     host_blocks = int(config.swap_space_gib * GIB) // runner.block_bytes
-    _check_swap_space(config, host_blocks * runner.block_bytes)
-    shares: Shares | None = None
-    if runner.device.type == "cpu":
-        num_blocks, ways = _host_blocks(runner, config)
-        if ways != [{}]:
-            raise no_room(_too_few(num_blocks, _blocks(runner, config)), ways, dtype=dtype)
-    else:
-        num_blocks, shares, what, ways = _device_blocks(runner, config)
-        table = _table(shares, runner, num_blocks)
-        if what:
-            del runner  # its tables would stand beside those of smaller steps
-            if not ways or len(ways[0]) > 1:
-                ways = smaller_steps(make, config, ways)
-            raise no_room(what, ways, dtype=dtype, table=f"\n{table}")
-        logger.info("%s", table)
-        if shares.others > shares.total * (1 - shares.utilization) and not config.num_gpu_blocks_override:
-            others = gib(shares.others)
-            logger.warning("others hold %s of the GPU: less is left than gpu_memory_utilization allows", others)
-    _, fault = unless_short_of_memory(partial(runner.allocate, num_blocks, host_blocks))
-    if fault:
-        size = gib(num_blocks * runner.block_bytes)
-        what = f"the KV cache of {num_blocks} blocks, {size}, does not fit into memory: {fault}"
-        raise no_room(what, _smaller_cache(runner, config, shares, host_blocks), dtype=dtype)
-    if config.max_model_len is None:  # no sequence can grow past the cache
-        length = min(runner.info.max_model_len, (num_blocks - 1) * runner.info.block_size)
-        if length < runner.info.max_model_len:
-            logger.warning(
-                "max_model_len is %d, as the KV cache holds no more tokens; setting it also makes the tables smaller",
-                length,
-            )
-        runner.info = replace(runner.info, max_model_len=length)
-    return runner
+    free, _ = host_memory()
+    if host_blocks * runner.block_bytes > free:  # it is pinned, so taken at once; half of what is free may do
+        what = f"swap_space_gib {config.swap_space_gib:g}: only {gib(free)} of host memory are free"
+        raise no_room(what, [f"swap_space_gib {free * 5 // GIB / 10}"])
+    need, cpu = _need(runner, config), runner.device.type == "cpu"
+    num_blocks = _blocks_of_host(runner, config, need) if cpu else _blocks_of_gpu(runner, config, need)
+    remedies = _smaller_cache(config, need, host_blocks) if cpu else ["a new start, as others took memory meanwhile"]
+    size = gib(num_blocks * need.block_bytes)
+    with refused(f"the KV cache of {num_blocks} blocks, {size}, does not fit into memory", remedies):
+        runner.allocate(num_blocks)
+    size = gib(host_blocks * need.block_bytes)
+    with refused(f"the host cannot give {size} of memory for swapped blocks", ["swap_space_gib 0"]):
+        runner.allocate_swap_space(host_blocks)
+    longest = (num_blocks - 1) * need.block_size  # no sequence can grow past the cache
+    if config.max_model_len is None and longest < runner.info.max_model_len:
+        logger.warning(
+            "max_model_len is %d, as the KV cache holds no more tokens; setting it also makes the tables smaller",
+            longest,
+        )
+        runner.info = replace(runner.info, max_model_len=longest)
 
 
-def smaller_steps(make: Make, config: EngineConfig, otherwise: list[Settings] | None = None) -> list[Settings]:
-    """The largest steps below the settings' that fit, in powers of two, with what must change besides; measured.
+def measure(runner: ModelRunner, config: EngineConfig) -> tuple[MemoryBudget, str]:
+    """Run the largest steps once over a cache of two blocks, and see what they take from a GPU.
 
-    Args:
-        otherwise: what to say where smaller steps do not fit with a single other change.
+    What the allocator took for them it keeps, so that steps find it and ask the device for nothing.
+
+    Returns:
+        The budget, and "", or why the steps do not fit beside the weights; if so, activations and graphs are no more
+        than what was reached.
     """
-    tokens, rows = (1 << size.bit_length() for size in (config.max_num_batched_tokens, config.max_num_seqs))
-    while tokens > 1:
-        tokens, rows = tokens // 2, max(1, rows // 2)
-        steps: Settings = {"max_num_batched_tokens": tokens, "max_num_seqs": rows}
-        smaller = replace(config, max_num_batched_tokens=tokens, max_num_seqs=rows)
-        if smaller == config:
-            continue
-        logger.info("the start does not fit: trying steps of %d tokens and %d rows", tokens, rows)
-        ways = _tried(make, smaller)
-        if ways and len(ways[0]) < 2:
-            return [steps | way for way in ways]
-        otherwise = otherwise or [steps | way for way in ways]
-    return otherwise or []
+    device = runner.device
+    gc.collect()
+    torch.cuda.empty_cache()
+    weights = runner.memory_stats()["weights_bytes"]
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    graphs, reason = 0, ""
+    try:
+        runner.allocate(2)
+        if not config.custom_ops:  # a user's kernel need not be one that can be captured
+            graphs = graph_bytes(runner, largest_graph(runner, config))
+        torch.cuda.reset_peak_memory_stats(device)
+        warm_up(runner, config)
+    except Exception as error:
+        reason = shortage(error)
+        if not reason:
+            raise
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    budget = MemoryBudget(
+        total=total,
+        utilization=1.0 if config.num_gpu_blocks_override else config.gpu_memory_utilization,
+        weights=weights,
+        tables=max(before - weights, 0),
+        activations=torch.cuda.max_memory_reserved(device) - before - runner.kv_cache.nbytes + SLACK,
+        graphs=graphs,
+        others=total - free - torch.cuda.memory_reserved(device),
+    )
+    return budget, reason
 
 
-def _tried(make: Make, config: EngineConfig) -> list[Settings]:
-    """What must change for a start with these steps, as in `Shares.ways_out`."""
-    runner, _ = unless_short_of_memory(partial(make, config))
-    if runner is None:
-        return []
-    if runner.device.type == "cpu":
-        return _host_blocks(runner, config)[1]
-    shares, fault = measure(runner, config)
-    return [] if fault else shares.ways_out(config, _blocks(runner, config))
-
-
-def _blocks(runner: ModelRunner, config: EngineConfig) -> Blocks:
+def _need(runner: ModelRunner, config: EngineConfig) -> KVCacheNeed:
     spec, info = runner.model.spec, runner.info
     position = 12 * config.max_num_seqs + 4 * sum(rope.dim for rope in spec.ropes)
-    return Blocks(
-        size=info.block_size,
-        nbytes=runner.block_bytes,
-        least=1 + (runner.state.max_blocks if config.max_model_len else 1),
+    return KVCacheNeed(
+        block_size=info.block_size,
+        block_bytes=runner.block_bytes,
+        least=config.num_gpu_blocks_override or 1 + (runner.state.max_blocks if config.max_model_len else 1),
         longer_tables=0 if config.max_model_len else position * (spec.max_model_len - info.max_model_len),
     )
-
-
-def _device_blocks(runner: ModelRunner, config: EngineConfig) -> tuple[int, Shares, str, list[Settings]]:
-    """Blocks on a GPU and what was measured; then "", or what does not fit and what must change for these steps."""
-    shares, fault = measure(runner, config)
-    asked, blocks = config.num_gpu_blocks_override, _blocks(runner, config)
-    room = (replace(shares, utilization=1.0) if asked else shares).kv_cache // blocks.nbytes
-    num_blocks = asked or min(_useful_blocks(runner, config), room)
-    if fault:
-        return num_blocks, shares, f"the largest step does not fit beside the weights: {fault}", []
-    if room >= (asked or blocks.least):
-        return num_blocks, shares, "", []
-    what = _too_few(num_blocks, blocks)
-    if asked:
-        what = f"num_gpu_blocks_override {asked} takes {gib(asked * blocks.nbytes)} of KV cache"
-    return num_blocks, shares, what, shares.ways_out(config, blocks)
-
-
-def _host_blocks(runner: ModelRunner, config: EngineConfig) -> tuple[int, list[Settings]]:
-    """Blocks on a CPU, and what must change, as in `Shares.ways_out`."""
-    num_blocks, blocks = most_blocks(config, runner.block_bytes, runner.device), _blocks(runner, config)
-    if config.num_gpu_blocks_override:
-        return num_blocks, [{}]
-    num_blocks = min(_useful_blocks(runner, config), num_blocks)
-    if num_blocks >= blocks.least:
-        return num_blocks, [{}]
-    ways: list[Settings] = [{"max_model_len": (num_blocks - 1) * blocks.size}] if num_blocks > 1 else []
-    return num_blocks, [*ways, {"kv_cache_memory_gib": fitting_gib(blocks.least * blocks.nbytes)}]
 
 
 def _useful_blocks(runner: ModelRunner, config: EngineConfig) -> int:
@@ -163,37 +123,55 @@ def _useful_blocks(runner: ModelRunner, config: EngineConfig) -> int:
     return max(useful, MOST_CACHED) if config.enable_prefix_caching else useful
 
 
-def _too_few(num_blocks: int, blocks: Blocks) -> str:
-    return f"the KV cache would hold {num_blocks} blocks of {blocks.size} tokens and needs {blocks.least}"
+def _blocks_of_gpu(runner: ModelRunner, config: EngineConfig, need: KVCacheNeed) -> int:
+    """Blocks for the engine's share of a GPU. Logs where the memory is."""
+    budget, reason = measure(runner, config)
+    asked, room = config.num_gpu_blocks_override, max(0, budget.kv_cache) // need.block_bytes
+    num_blocks = asked or min(_useful_blocks(runner, config), room)
+    table = budget.table(num_blocks, need.block_bytes, processes(runner.device))
+    if reason:
+        what, remedies = f"the largest step does not fit beside the weights: {reason}", []
+    elif room < need.least:
+        what, remedies = _too_few(room, need, budget.kv_cache), budget.remedies(config, need)
+    else:
+        logger.info("%s", table)
+        if not asked and budget.others > budget.total * (1 - budget.utilization):
+            others = gib(budget.others)
+            logger.warning("others hold %s of the GPU: less is left than gpu_memory_utilization allows", others)
+        return num_blocks
+    steps = budget.smaller_steps_could_fit(need)
+    raise no_room(what, remedies, smaller_steps=steps, dtype=runner.info.dtype, table=f"\n{table}")
 
 
-def _smaller_cache(
-    runner: ModelRunner, config: EngineConfig, shares: Shares | None, host_blocks: int
-) -> list[Settings]:
-    """The device did not give what was free when it was measured: others hold more. A host nobody had measured."""
-    blocks = _blocks(runner, config)
-    if shares is None:
-        fits = host_memory()[0] * 9 // 10 // blocks.nbytes - host_blocks
-        if fits < 2:
-            return []
-        if config.num_gpu_blocks_override:
-            return [{"num_gpu_blocks_override": fits}]
-        shorter: Settings = {} if fits >= blocks.least else {"max_model_len": (fits - 1) * blocks.size}
-        return [{"kv_cache_memory_gib": fitting_gib(fits * blocks.nbytes), **shorter}]
-    free, total = torch.cuda.mem_get_info(runner.device)
-    others = total - free - torch.cuda.memory_reserved(runner.device)
-    share = (total - others - MARGIN) * 100 // total / 100
-    ways = replace(shares, others=others, utilization=share).ways_out(config, blocks)
-    return ways if config.num_gpu_blocks_override else [{"gpu_memory_utilization": share, **way} for way in ways]
+def _blocks_of_host(runner: ModelRunner, config: EngineConfig, need: KVCacheNeed) -> int:
+    room = most_blocks(config, need.block_bytes, runner.device)
+    if room < need.least:
+        shorter = [f"max_model_len {(room - 1) * need.block_size}"] if room > 1 else []
+        size = f"kv_cache_memory_gib {fitting_gib(need.nbytes)}"
+        raise no_room(_too_few(room, need, room * need.block_bytes), [*shorter, size])
+    return config.num_gpu_blocks_override or min(_useful_blocks(runner, config), room)
 
 
-def _check_swap_space(config: EngineConfig, size: int) -> None:
-    """Refuse swap space that the host has not free, as pinned memory is taken at once; suggest half of what is."""
-    free, _ = host_memory()
-    if size > free:
-        what = f"swap_space_gib {config.swap_space_gib:g}: only {gib(free)} of host memory are free"
-        raise no_room(what, [{"swap_space_gib": free * 5 // GIB / 10}])
+def _too_few(room: int, need: KVCacheNeed, left: int) -> str:
+    """That only `room` blocks fit, into `left` bytes."""
+    return (
+        f"the KV cache would hold {room} blocks of {need.block_size} tokens and needs {need.least}: "
+        f"{gib(need.nbytes - left)} are missing"
+    )
 
 
-def _table(shares: Shares, runner: ModelRunner, num_blocks: int) -> str:
-    return shares.table(num_blocks, runner.block_bytes, processes(runner.device))
+def _smaller_cache(config: EngineConfig, need: KVCacheNeed, host_blocks: int) -> list[str]:
+    """What a host may have room for beside the blocks to swap to; nobody has measured it."""
+    blocks = host_memory()[0] * 9 // 10 // need.block_bytes - host_blocks
+    if blocks < 2:
+        return []
+    if config.num_gpu_blocks_override:
+        return [f"num_gpu_blocks_override {blocks}"]
+    shorter = "" if blocks >= need.least else f" and max_model_len {(blocks - 1) * need.block_size}"
+    return [f"kv_cache_memory_gib {fitting_gib(blocks * need.block_bytes)}{shorter}"]
+
+
+def fitting_gib(size: int) -> float:
+    """A little more than `size` bytes, in GiB with few digits."""
+    scale: int = 10 ** max(3 - math.floor(math.log10(size / GIB)), 0)
+    return (size * scale // GIB + 1) / scale

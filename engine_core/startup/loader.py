@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib import import_module
 
 import torch
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.execution.out_of_memory import unless_short_of_memory
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.models.decoder import Decoder
-from wavecore.engine_core.models.files import Progress
-from wavecore.engine_core.models.gguf_weights import load_gguf
-from wavecore.engine_core.models.model_source import ModelSource
+from wavecore.engine_core.models.files import ModelSource, Progress
+from wavecore.engine_core.models.gguf_weights import open_gguf
 from wavecore.engine_core.models.spec import ModelSpec
-from wavecore.engine_core.models.weights import Parameters, load_folder
+from wavecore.engine_core.models.weights import Parameters, fill, open_folder
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.startup.kv_cache_size import most_blocks, sized_runner
-from wavecore.engine_core.startup.memory_budget import Settings, no_room
+from wavecore.engine_core.startup.free_memory import free_memory, processes
+from wavecore.engine_core.startup.kv_cache_size import allocate_kv_cache, most_blocks
+from wavecore.engine_core.startup.memory_budget import gib, no_room, refused
 from wavecore.kernels import ops
 from wavecore.kernels.attention.shapes import refusal
 from wavecore.parallel.layers import exact_float32
@@ -41,18 +41,15 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA: no other GPU gets a context of this process
     dtype = _dtype(config, spec, device)
-    if words := refusal(spec.num_heads, spec.num_kv_heads, spec.head_dim, device):
-        raise ModelError(f"{source.path}: {words}")
+    if reason := refusal(spec.num_heads, spec.num_kv_heads, spec.head_dim, device):
+        raise ModelError(f"{source.path}: {reason}")
     if dtype == torch.float32:
         exact_float32()
     _register_ops(config.custom_ops or {}, torch.empty(0, dtype=dtype, device=device))
     block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
     length = _max_model_len(config, spec, block_size, dtype, device)
     progress("load", 0.0)
-    parameters, fault = unless_short_of_memory(lambda: _load_weights(source, dtype, device, progress))
-    if parameters is None:  # by their sizes they fit: half of them surely do
-        half: list[Settings] = [{"dtype": "bfloat16"}] if dtype == torch.float32 else []
-        raise no_room(f"the weights of {source.path} do not fit into memory: {fault}", half)
+    parameters = _load_weights(source, dtype, device, progress)
     info = RunnerInfo(
         num_blocks=0,
         num_host_blocks=0,
@@ -67,19 +64,41 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through
-
-    def make(bounds: EngineConfig) -> ModelRunner:
-        model = Decoder(spec, parameters, length)
-        return ModelRunner(model, info, bounds.max_num_seqs, bounds.max_num_batched_tokens)
-
     progress("kv_cache", 0.0)
-    return sized_runner(make, config, info.dtype)
+    with refused("the tables of all requests do not fit into memory", [], smaller_steps=True):
+        model = Decoder(spec, parameters, length)
+        runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens)
+    allocate_kv_cache(runner, config)
+    return runner
 
 
 def _load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device, progress: Progress) -> Parameters:
-    if source.gguf is not None:
-        return load_gguf(source.gguf, source.spec, dtype, device, progress)
-    return load_folder(source.path, source.spec, dtype, device, progress)
+    """Names and shapes are checked first: a config that lies about sizes says so, and allocates nothing."""
+    spec, path = source.spec, source.path
+    opened = open_folder(path, spec, device) if source.gguf is None else nullcontext(open_gguf(source.gguf, spec))
+    half = ["dtype bfloat16"] if dtype == torch.float32 else []
+    with opened as tensors:
+        check_weights(source, dtype, device)
+        with refused(f"the weights of {path} do not fit into memory", half):  # by their sizes they do: half surely does
+            return fill(tensors, spec, dtype, device, progress)
+
+
+def check_weights(source: ModelSource, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a model whose weights cannot fit, before any of them is read.
+
+    Raises:
+        ConfigError: with the bytes that they take and the bytes that are free, where half of them would fit.
+        ResourceError: likewise, where no setting makes room.
+    """
+    need, (free, total) = source.spec.num_parameters * dtype.itemsize, free_memory(device)
+    if need <= free:
+        return
+    holders = f" (others: processes {processes(device)})" if device.type == "cuda" else ""
+    raise no_room(
+        f"the weights of {source.path} take {gib(need)} as {str(dtype).removeprefix('torch.')}, and of {device}'s "
+        f"{gib(total)} only {gib(free)} are free{holders}",
+        ["dtype bfloat16"] if 2 * source.spec.num_parameters <= free else [],
+    )
 
 
 def _register_ops(custom_ops: Mapping[str, str], like: torch.Tensor) -> None:

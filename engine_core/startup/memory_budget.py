@@ -1,4 +1,4 @@
-"""Bytes of one GPU by use, and the settings under which they fit. Knows no torch.
+"""Bytes of one GPU by use, the settings under which they fit, and the refusal where they do not.
 
 |-- weights --|- tables -|- activations -|- graphs -|------ KV cache ------|- left free -|- others -|
 `------------------ at most gpu_memory_utilization * total ----------------'
@@ -6,44 +6,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.execution.out_of_memory import shortage
 from wavecore.transport.errors import ConfigError, ResourceError, WavecoreError
 
 GIB = 1 << 30
 MARGIN = 128 << 20  # no two starts measure quite the same: what one suggests should fit the next
-Settings = dict[str, float | str]
-"""A few settings with other values, which together make room."""
+SLACK = 256 << 20  # fragments of the allocator, embeddings of a second step in flight, kernels that are loaded later
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.3g} GiB"
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """What a KV cache is made of.
+class KVCacheNeed:
+    """The least KV cache with which an engine starts.
 
     Attributes:
-        size, nbytes: tokens and bytes of a block.
-        least: the null block and one sequence of max_model_len; without one any length will do.
+        block_size, block_bytes: tokens and bytes of a block.
+        least: blocks: num_gpu_blocks_override where it is set, else the null block and one sequence of max_model_len;
+            without a max_model_len any length will do.
         longer_tables: bytes by which a larger cache may lengthen the tables of requests.
     """
 
-    size: int
-    nbytes: int
+    block_size: int
+    block_bytes: int
     least: int
     longer_tables: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.least * self.block_bytes
+
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class MemoryBudget:
     """Bytes of one GPU by use, without the KV cache.
 
     Attributes:
         total: of the device.
-        utilization: gpu_memory_utilization, the share of `total` that this engine may use, KV cache included.
+        utilization: the share of `total` that this engine may use, KV cache included.
         weights: of the model, with its rotary tables.
         tables: what is kept for each of max_num_seqs requests, and the buffers of a step.
-        activations: what the largest steps take beside them, with a little slack.
+        activations: what the largest steps take beside them, SLACK included.
         graphs: reserved for CUDA graphs.
         others: other processes, and the CUDA context of this one; no part of the engine's share, but not free either.
     """
@@ -58,30 +68,26 @@ class Shares:
 
     @property
     def kv_cache(self) -> int:
-        """What is left for the KV cache: of the engine's share, and of the device."""
+        """What is left of the engine's share, and of the device; below zero by what is missing."""
         room = min(int(self.total * self.utilization), self.total - self.others)
-        return max(0, room - self.weights - self.tables - self.activations - self.graphs)
+        return room - self.weights - self.tables - self.activations - self.graphs
 
-    def ways_out(self, config: EngineConfig, blocks: Blocks) -> list[Settings]:
-        """Settings that make room for the least KV cache, with a margin; an empty one where none need change."""
-        asked = config.num_gpu_blocks_override
-        if asked:
-            fits = (replace(self, utilization=1.0).kv_cache - MARGIN) // blocks.nbytes
-            return [{}] if fits >= asked else [{"num_gpu_blocks_override": fits}] if fits > 1 else []
-        need = blocks.least * blocks.nbytes + MARGIN
-        if self.kv_cache >= need:
-            return [{}]
-        ways: list[Settings] = []
-        share = self.fitting_utilization(need + blocks.longer_tables)
-        if share is not None:
-            ways.append({"gpu_memory_utilization": share})
-        length = ((self.kv_cache - MARGIN) // blocks.nbytes - 1) * blocks.size
-        if config.max_model_len and length > 0:
-            ways.append({"max_model_len": length})
-        if ways or self.utilization == 1 or not config.max_model_len:
-            return ways
-        wide = replace(self, utilization=1.0).ways_out(config, blocks)
-        return [{"gpu_memory_utilization": 1.0, **way} for way in wide]
+    def remedies(self, config: EngineConfig, need: KVCacheNeed) -> list[str]:
+        """The settings that make room for the least KV cache, with a margin; none where only smaller steps could."""
+        if config.num_gpu_blocks_override:
+            blocks = (self.kv_cache - MARGIN) // need.block_bytes
+            return [f"num_gpu_blocks_override {blocks}"] if blocks > 1 else []
+        found = []
+        utilization = self.fitting_utilization(need.nbytes + need.longer_tables + MARGIN)
+        if utilization is not None:
+            found.append(f"gpu_memory_utilization {utilization}")
+        if config.max_model_len:
+            whole = replace(self, utilization=1.0)
+            if length := self._fitting_length(need):
+                found.append(f"max_model_len {length}")
+            elif not found and (length := whole._fitting_length(need)):
+                found.append(f"gpu_memory_utilization 1.0 and max_model_len {length}")
+        return found
 
     def fitting_utilization(self, kv_cache: int) -> float | None:
         """The least gpu_memory_utilization, in hundredths, that leaves `kv_cache` bytes; None: others hold too much."""
@@ -90,6 +96,15 @@ class Shares:
             if replace(self, utilization=hundredths / 100).kv_cache >= kv_cache:
                 return hundredths / 100
         return None
+
+    def _fitting_length(self, need: KVCacheNeed) -> int:
+        """Tokens of the longest sequence that fits beside the null block, 0 for none."""
+        return max(0, (self.kv_cache - MARGIN) // need.block_bytes - 1) * need.block_size
+
+    def smaller_steps_could_fit(self, need: KVCacheNeed) -> bool:
+        """Whether steps that take next to nothing would leave room for a KV cache."""
+        smallest = replace(self, utilization=1.0, tables=0, activations=SLACK, graphs=0)
+        return smallest.kv_cache >= 2 * need.block_bytes + MARGIN
 
     def table(self, num_blocks: int, block_bytes: int, processes: str) -> str:
         """The start's report.
@@ -110,15 +125,20 @@ class Shares:
         return f"GPU memory, gpu_memory_utilization {self.utilization:g}\n" + "\n".join(lines)
 
 
-def no_room(what: str, ways: Sequence[Settings], *, dtype: str = "", table: str = "") -> WavecoreError:
-    """A refusal: what does not fit, the settings under which it would, and the table.
+def no_room(
+    what: str, remedies: Sequence[str], *, smaller_steps: bool = False, dtype: str = "", table: str = ""
+) -> WavecoreError:
+    """A refusal: what does not fit, what would help, and the table.
 
     Args:
-        dtype: of the model; where no way is known, smaller numbers may be one.
+        remedies: settings under which it fits.
+        smaller_steps: where there are none, whether smaller steps may fit: how small nobody has measured.
+        dtype: of the model; where nothing is known to help, smaller numbers may.
     """
-    if ways:
-        words = ", or ".join(_words(way) for way in ways)
-        return ConfigError(f"{what}; it would fit with {words}{table}")
+    if remedies:
+        return ConfigError(f"{what}; it would fit with {', or '.join(remedies)}{table}")
+    if smaller_steps:
+        return ConfigError(f"{what}; lower max_num_batched_tokens and max_num_seqs{table}")
     setting = "no setting but perhaps dtype bfloat16" if dtype == "float32" else "no setting"
     return ResourceError(
         f"{what}, and {setting} makes room: free what other processes hold, or use another device or a smaller model"
@@ -126,5 +146,13 @@ def no_room(what: str, ways: Sequence[Settings], *, dtype: str = "", table: str 
     )
 
 
-def _words(way: Settings) -> str:
-    return " and ".join(f"{name} {value}" for name, value in way.items()) or "these settings, started again"
+@contextmanager
+def refused(what: str, remedies: Sequence[str], *, smaller_steps: bool = False) -> Iterator[None]:
+    """Where memory runs short inside, the start is refused with what does not fit and why; see `no_room`."""
+    try:
+        yield
+    except Exception as error:
+        reason = shortage(error)
+        if not reason:
+            raise
+        raise no_room(f"{what}: {reason}", remedies, smaller_steps=smaller_steps) from error

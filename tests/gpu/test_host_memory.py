@@ -21,7 +21,7 @@ def test_swap_space_is_pinned_and_not_from_torchs_rounded_blocks(tmp_path: Path)
     assert torch.equal(runner.host_kv_cache[0], runner.kv_cache[0].cpu()), "what was timed is a copy from the device"
     torch.cuda.synchronize()
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
-    runner.allocate(runner.info.num_blocks, 3 * blocks + 1)
+    runner.allocate_swap_space(3 * blocks + 1)
     assert runner.host_kv_cache.is_pinned() and runner.host_kv_cache[1].is_pinned()
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
     assert runner.host_kv_cache.nbytes == (3 * blocks + 1) * runner.block_bytes

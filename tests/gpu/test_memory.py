@@ -17,15 +17,14 @@ import pytest
 import torch
 from tests.support.checkpoints import make_config, save_model
 from tests.support.model_driver import Driver, load
-from tests.support.ways_out import ways_out
+from tests.support.suggestions import suggestions
 
 from wavecore import LLM, ConfigError, ResourceError, SamplingParams
 from wavecore.engine_core.execution.logprobs import draw
 from wavecore.engine_core.execution.step_shape import MAX_BUCKET, StepShape
 from wavecore.engine_core.plan import StepPlan
 from wavecore.engine_core.startup import kv_cache_size
-from wavecore.engine_core.startup.measure import SLACK
-from wavecore.engine_core.startup.memory_budget import Shares
+from wavecore.engine_core.startup.memory_budget import SLACK, MemoryBudget
 
 MIB = 1 << 20
 MODEL: dict[str, Any] = {
@@ -38,6 +37,7 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 4200,
     "tie_word_embeddings": True,
 }
+SMALL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 1}
 SETTINGS: dict[str, Any] = {
     "device": "cuda",
     "dtype": "bfloat16",
@@ -71,15 +71,15 @@ def clear() -> None:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Shares]:
-    """What each start measures, with what it tries before it is refused."""
-    found: list[Shares] = []
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[MemoryBudget]:
+    """What each start measures."""
+    found: list[MemoryBudget] = []
     measure = kv_cache_size.measure
 
-    def noting(*args: Any) -> tuple[Shares, str]:
-        shares, fault = measure(*args)
-        found.append(shares)
-        return shares, fault
+    def noting(*args: Any) -> tuple[MemoryBudget, str]:
+        budget, reason = measure(*args)
+        found.append(budget)
+        return budget, reason
 
     monkeypatch.setattr(kv_cache_size, "measure", noting)
     return found
@@ -90,28 +90,28 @@ def start(folder: Path, **settings: Any) -> Any:
 
 
 def refusal(kind: type[Exception], folder: Path, **settings: Any) -> str:
-    """The words of a start that fails; nothing of it stays in memory."""
-    words = ""
+    """The message of a start that fails; nothing of it stays in memory."""
+    message = ""
     try:
         start(folder, **settings)
     except kind as error:
-        words = str(error)
+        message = str(error)
     clear()
-    assert words, "it started"
-    return words
+    assert message, "it started"
+    return message
 
 
-def starts_as_told(words: str, folder: Path, **settings: Any) -> list[list[str]]:
-    """Every way out that a refusal names starts and serves; the settings of each."""
-    ways = ways_out(words)
-    for way in ways:
-        serves(start(folder, **{**settings, **way}))
+def starts_as_told(message: str, folder: Path, **settings: Any) -> list[list[str]]:
+    """All that a refusal says would fit starts and serves; the names of the settings of each."""
+    found = suggestions(message)
+    for each in found:
+        serves(start(folder, **{**settings, **each}))
         clear()
-    return [list(way) for way in ways]
+    return [list(each) for each in found]
 
 
-def own(shares: Shares) -> int:
-    return shares.weights + shares.tables + shares.activations + shares.graphs
+def own(budget: MemoryBudget) -> int:
+    return budget.weights + budget.tables + budget.activations + budget.graphs
 
 
 def serves(runner: Any) -> None:
@@ -120,16 +120,16 @@ def serves(runner: Any) -> None:
     assert len(output) == 4
 
 
-def test_the_fullest_steps_stay_within_the_table(folder: Path, measured: list[Shares]) -> None:
+def test_the_fullest_steps_stay_within_the_table(folder: Path, measured: list[MemoryBudget]) -> None:
     """Steps of 8,192 tokens and 256 rows that ask for everything; max_model_len is just above half of 8,192."""
     runner = start(folder, gpu_memory_utilization=0.5)
-    [shares] = measured
+    [budget] = measured
     cache = runner.info.num_blocks * runner.block_bytes
-    taken = own(shares) + cache
-    assert taken <= 0.5 * shares.total < taken + runner.block_bytes
-    assert shares.weights == runner.memory_stats()["weights_bytes"]
-    assert shares.tables >= 256 * MODEL["vocab_size"] * 4  # the counts of penalties
-    assert shares.others < 8 << 30, "somebody else uses this GPU"
+    taken = own(budget) + cache
+    assert taken <= 0.5 * budget.total < taken + runner.block_bytes
+    assert budget.weights == runner.memory_stats()["weights_bytes"]
+    assert budget.tables >= 256 * MODEL["vocab_size"] * 4  # the counts of penalties
+    assert budget.others < 8 << 30, "somebody else uses this GPU"
 
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -145,12 +145,12 @@ def test_the_fullest_steps_stay_within_the_table(folder: Path, measured: list[Sh
     driver.step([driver.add([5] * length, 100, slot, EVERYTHING) for slot, length in ((0, 4190), (1, 4002))])
     driver.step([driver.add([5] * 4096, 1, slot, pooling="mean") for slot in (0, 1)])
     torch.cuda.synchronize()
-    steps = taken - shares.graphs
+    steps = taken - budget.graphs
     assert torch.cuda.max_memory_allocated() <= steps - SLACK + 4 * MIB
     assert torch.cuda.max_memory_reserved() <= steps
 
 
-def test_smaller_limits_leave_more_for_the_cache(folder: Path, measured: list[Shares]) -> None:
+def test_smaller_limits_leave_more_for_the_cache(folder: Path, measured: list[MemoryBudget]) -> None:
     for limits in ({}, {"max_num_seqs": 16}, {"max_num_seqs": 16, "max_num_batched_tokens": 512}):
         start(folder, gpu_memory_utilization=0.3, **limits)
         clear()
@@ -211,13 +211,13 @@ def captured_bytes(runner: Any, rows: int, tokens: int) -> int:
 
 @pytest.mark.parametrize(("rows", "tokens"), [(256, 8192), (256, 512)])
 def test_the_reserve_is_what_the_largest_graph_takes(
-    folder: Path, measured: list[Shares], rows: int, tokens: int
+    folder: Path, measured: list[MemoryBudget], rows: int, tokens: int
 ) -> None:
     """Graphs are for steps of up to MAX_BUCKET tokens."""
     runner = start(folder, gpu_memory_utilization=0.3, max_num_seqs=rows, max_num_batched_tokens=tokens)
     grown = captured_bytes(runner, rows, min(tokens, MAX_BUCKET))
-    [shares] = measured
-    assert grown <= shares.graphs <= 2 * grown
+    [budget] = measured
+    assert grown <= budget.graphs <= 2 * grown
 
 
 # --- what is suggested starts -----------------------------------------------------------------------------------------
@@ -225,15 +225,15 @@ def test_the_reserve_is_what_the_largest_graph_takes(
 
 @pytest.mark.parametrize("length", [4200, None])
 def test_a_suggested_share_starts(folder: Path, length: int | None) -> None:
-    words = refusal(ConfigError, folder, gpu_memory_utilization=0.005, max_model_len=length)
-    assert "GPU memory" in words and "GiB  weights" in words and "graphs, reserved" in words
-    [way] = ways_out(words)
-    assert 0.005 < way["gpu_memory_utilization"] < 0.1
-    assert starts_as_told(words, folder, max_model_len=length) == [["gpu_memory_utilization"]]
+    message = refusal(ConfigError, folder, gpu_memory_utilization=0.005, max_model_len=length)
+    assert "GPU memory" in message and "GiB  weights" in message and "graphs, reserved" in message
+    [settings] = suggestions(message)
+    assert 0.005 < settings["gpu_memory_utilization"] < 0.1
+    assert starts_as_told(message, folder, max_model_len=length) == [["gpu_memory_utilization"]]
 
 
 @pytest.mark.timeout(400)
-def test_a_suggested_length_starts(tmp_path: Path, measured: list[Shares]) -> None:
+def test_a_suggested_length_starts(tmp_path: Path, measured: list[MemoryBudget]) -> None:
     """Where half of a sequence fits: a larger share, or half the length."""
     length = 1 << 18  # 1 GiB of keys and values
     config = make_config("Llama", **{**MODEL, "max_position_embeddings": length})
@@ -242,60 +242,64 @@ def test_a_suggested_length_starts(tmp_path: Path, measured: list[Shares]) -> No
     start(folder, **settings, gpu_memory_utilization=0.3)
     clear()
     settings["gpu_memory_utilization"] = (own(measured[0]) + (512 << 20)) / measured[0].total
-    words = refusal(ConfigError, folder, **settings)
-    assert starts_as_told(words, folder, **settings) == [["gpu_memory_utilization"], ["max_model_len"]]
-    assert length // 8 < ways_out(words)[1]["max_model_len"] < length // 2
+    message = refusal(ConfigError, folder, **settings)
+    assert starts_as_told(message, folder, **settings) == [["gpu_memory_utilization"], ["max_model_len"]]
+    assert length // 8 < suggestions(message)[1]["max_model_len"] < length // 2
     settings["gpu_memory_utilization"] = 0.005  # not even the weights fit
     with held_by_another(own(measured[0]) + (768 << 20)):  # and the device does not hold a whole sequence
-        words = refusal(ConfigError, folder, **settings)
-        [names] = starts_as_told(words, folder, **settings)
+        message = refusal(ConfigError, folder, **settings)
+        [names] = starts_as_told(message, folder, **settings)
     assert names[-1] in ("max_model_len", "gpu_memory_utilization")
+
+
+LOWER = "; lower max_num_batched_tokens and max_num_seqs"
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("steps_run", [False, True])
-def test_suggested_steps_start(folder: Path, measured: list[Shares], steps_run: bool) -> None:
+def test_large_steps_are_to_be_lowered(folder: Path, measured: list[MemoryBudget], steps_run: bool) -> None:
     """The largest step does not fit beside the weights; or it does, and leaves no room for the KV cache."""
     settings = {"max_num_batched_tokens": 65_536}
     start(folder, **settings, gpu_memory_utilization=0.5)
     clear()
-    shares = measured[0]
-    part = shares.activations - SLACK // 2 if steps_run else shares.activations // 2
-    with held_by_another(shares.weights + shares.tables + part):
-        words = refusal(ConfigError, folder, **settings)
-        assert starts_as_told(words, folder, **settings) == [["max_num_batched_tokens", "max_num_seqs"]]
-    [way] = ways_out(words)
-    assert 64 <= way["max_num_batched_tokens"] == way["max_num_seqs"] * 256 < 65_536
-    assert steps_run or "the largest step does not fit beside the weights" in words
+    budget = measured[0]
+    part = budget.activations - SLACK // 2 if steps_run else budget.activations // 2
+    with held_by_another(budget.weights + budget.tables + part):
+        message = refusal(ConfigError, folder, **settings)
+        serves(start(folder, **SMALL_STEPS))
+    assert LOWER in message and not suggestions(message) and "GiB  activations of the largest step" in message
+    assert "are missing" in message or "the largest step does not fit beside the weights" in message
+    assert steps_run or "the largest step does not fit beside the weights" in message
 
 
 @pytest.mark.timeout(400)
-def test_suggested_steps_start_where_the_tables_do_not_fit(folder: Path) -> None:
+def test_large_steps_are_to_be_lowered_where_the_tables_do_not_fit(folder: Path) -> None:
     """65,536 slots of 0.6 MB each, in 8 GiB."""
-    settings = {"max_num_seqs": 65_536, "max_num_batched_tokens": 65_536}
     with held_by_another(8 << 30):
-        words = refusal(ConfigError, folder, **settings)
-        assert starts_as_told(words, folder, **settings) == [["max_num_batched_tokens", "max_num_seqs"]]
-    assert "the tables of all requests do not fit into memory" in words
+        message = refusal(ConfigError, folder, max_num_seqs=65_536, max_num_batched_tokens=65_536)
+        serves(start(folder, **SMALL_STEPS))
+    assert "the tables of all requests do not fit into memory" in message and LOWER in message
 
 
 @pytest.mark.timeout(400)
-def test_suggested_steps_start_where_the_tables_leave_no_room(folder: Path, measured: list[Shares]) -> None:
+def test_large_steps_are_to_be_lowered_where_the_tables_leave_no_room(
+    folder: Path, measured: list[MemoryBudget]
+) -> None:
     """The tables of smaller steps are smaller, too."""
     settings = {"max_num_seqs": 512}
     start(folder, **settings, gpu_memory_utilization=0.2)
     clear()
     with held_by_another(measured[0].weights + measured[0].tables + 64 * MIB):
-        words = refusal(ConfigError, folder, **settings)
-        assert starts_as_told(words, folder, **settings) == [["max_num_batched_tokens", "max_num_seqs"]]
-    assert "the largest step does not fit beside the weights" in words
+        message = refusal(ConfigError, folder, **settings)
+        serves(start(folder, **SMALL_STEPS))
+    assert "the largest step does not fit beside the weights" in message and LOWER in message
 
 
 def test_a_suggested_number_of_blocks_starts(folder: Path) -> None:
-    words = refusal(ConfigError, folder, num_gpu_blocks_override=(1 << 31) - 1)
-    assert "num_gpu_blocks_override 2147483647 takes" in words
-    [way] = ways_out(words)
-    runner = start(folder, **way)
+    message = refusal(ConfigError, folder, num_gpu_blocks_override=(1 << 31) - 1)
+    assert "blocks of 32 tokens and needs 2147483647: " in message
+    [settings] = suggestions(message)
+    runner = start(folder, **settings)
     assert runner.kv_cache.nbytes > 0.8 * torch.cuda.mem_get_info()[1]
     serves(runner)
 
@@ -308,33 +312,35 @@ def test_a_suggested_dtype_starts(tmp_path: Path) -> None:
     settings = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256}
     size = (folder / "model.safetensors").stat().st_size
     with held_by_another(int(0.9 * size)):
-        words = refusal(ConfigError, folder, **settings)
-        assert ways_out(words) == [{"dtype": "bfloat16"}]
-        starts_as_told(words, folder, **settings)
+        message = refusal(ConfigError, folder, **settings)
+        assert suggestions(message) == [{"dtype": "bfloat16"}]
+        starts_as_told(message, folder, **settings)
 
 
 def test_weights_are_refused_before_loading_when_others_leave_no_room(folder: Path) -> None:
     with held_by_another(100 * MIB):
-        words = refusal(ResourceError, folder)
-    assert re.search(r"the weights of .*model take 0\.\d+ GiB as bfloat16, and of cuda:0's \d+ GiB only 0\.0\d+", words)
-    assert "no setting makes room" in words
+        message = refusal(ResourceError, folder)
+    assert re.search(
+        r"the weights of .*model take 0\.\d+ GiB as bfloat16, and of cuda:0's \d+ GiB only 0\.0\d+", message
+    )
+    assert "no setting makes room" in message
     serves(start(folder, gpu_memory_utilization=0.2))  # others are gone
 
 
 @pytest.mark.timeout(400)
-def test_no_setting_is_suggested_when_none_makes_room(tmp_path: Path, measured: list[Shares]) -> None:
+def test_no_setting_is_suggested_when_none_makes_room(tmp_path: Path, measured: list[MemoryBudget]) -> None:
     """Weights and tables fit, and little beside them; the vocabulary is small, so that loading takes little more."""
     folder = save_model(tmp_path / "model", make_config("Llama", **{**MODEL, "vocab_size": 1000}), scale=0.02)
     settings = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
     start(folder, gpu_memory_utilization=0.2, **settings)
     clear()
     with held_by_another(measured[0].weights + measured[0].tables + 200 * MIB):
-        words = refusal(ResourceError, folder, **settings)
-    assert "no setting makes room" in words and "others: CUDA context and processes" in words
-    assert "fit with" not in words
+        message = refusal(ResourceError, folder, **settings)
+    assert "no setting makes room" in message and "others: CUDA context and processes" in message
+    assert "fit with" not in message
 
 
-def test_others_limit_only_what_is_free(folder: Path, measured: list[Shares]) -> None:
+def test_others_limit_only_what_is_free(folder: Path, measured: list[MemoryBudget]) -> None:
     """An engine starts in what others leave, though it asks for more."""
     with held_by_another(20 << 30):
         runner = start(folder, gpu_memory_utilization=0.9)
@@ -369,7 +375,7 @@ def listed_pids() -> set[str]:
 
 
 def test_the_start_tells_what_others_hold_and_who_they_are(
-    folder: Path, measured: list[Shares], caplog: pytest.LogCaptureFixture
+    folder: Path, measured: list[MemoryBudget], caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"gpu_memory_utilization": 0.1, "max_num_seqs": 16}
     start(folder, **settings)
@@ -382,16 +388,16 @@ def test_the_start_tells_what_others_hold_and_who_they_are(
     alone, crowded = measured
     assert crowded.others - alone.others >= free - (40 << 30) - 64 * MIB
     [table] = [message for message in caplog.messages if message.startswith("GPU memory, gpu_memory_utilization 0.1")]
-    words = re.search(r"([\d.]+) GiB  others: CUDA context and processes (.*)", table)
-    assert words is not None and float(words[1]) == pytest.approx(crowded.others / (1 << 30), abs=0.01)
+    others = re.search(r"([\d.]+) GiB  others: CUDA context and processes (.*)", table)
+    assert others is not None and float(others[1]) == pytest.approx(crowded.others / (1 << 30), abs=0.01)
     assert f"KV cache, {runner.info.num_blocks} blocks" in table
-    pids = set(re.findall(r"\d+", words[2]))
+    pids = set(re.findall(r"\d+", others[2]))
     assert new <= pids and str(os.getpid()) not in pids
     if not listed_pids():
-        assert words[2] == "(none listed)"
+        assert others[2] == "(none listed)"
 
 
 def test_a_users_kernel_is_judged_on_the_engines_device_and_dtype(folder: Path) -> None:
     """One that is right on a CPU and in float32 is refused where it would be wrong."""
-    words = refusal(ConfigError, folder, custom_ops={"silu_mul": "tests.support.custom_ops:careless"})
-    assert "silu_mul" in words and "with torch.bfloat16 on cuda:0" in words
+    message = refusal(ConfigError, folder, custom_ops={"silu_mul": "tests.support.custom_ops:careless"})
+    assert "silu_mul" in message and "with torch.bfloat16 on cuda:0" in message

@@ -14,7 +14,7 @@ from tests.support.checkpoints import assert_greedy, load_reference
 from tests.support.model_driver import Driver, load
 
 from wavecore.engine_core.models.families import from_config
-from wavecore.engine_core.models.weight_names import hf_parts
+from wavecore.engine_core.models.weights import hf_parts
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -23,14 +23,10 @@ from wavecore.engine_core.models.files import eos_token_ids, read_config, resolv
 from wavecore.transport.errors import ConfigError, ModelError, NotSupportedError
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("tiny") / "model", make_config("Llama"))
-
-
 @pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "model"))
+def folder(folder: Path, tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    return Path(shutil.copytree(folder, tmp_path / "model"))
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -131,6 +127,7 @@ def test_remote_code_is_refused(folder: Path) -> None:
             ModelError,
             "longrope",
         ),
+        ({"layer_types": [[], [], []]}, ModelError, "layer_types"),
         ({"architectures": 7}, NotSupportedError, "none"),
         ({"architectures": {}}, NotSupportedError, "none"),
         ({"num_hidden_layers": -1}, ModelError, "num_hidden_layers"),

@@ -1,167 +1,241 @@
-"""Sizing the KV cache: shares of a GPU, what is refused and with which way out. No GPU needed: numbers are given."""
+"""Sizing the KV cache on made-up GPUs and on the host: what is measured, refused, and starts when it is suggested."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from tests.support.checkpoints import make_config, save_model
 from tests.support.model_driver import load
-from tests.support.ways_out import ways_out
+from tests.support.suggestions import suggestions
 
 from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.models.files import ModelSource
+from wavecore.engine_core.models.spec import ModelSpec, Rope
 from wavecore.engine_core.plan import OutOfMemory, RunnerInfo
-from wavecore.engine_core.startup import free_memory, kv_cache_size, loader
-from wavecore.engine_core.startup import measure as measuring
-from wavecore.engine_core.startup.memory_budget import GIB, MARGIN, Shares
+from wavecore.engine_core.startup import kv_cache_size, loader
+from wavecore.engine_core.startup.free_memory import host_memory
+from wavecore.engine_core.startup.kv_cache_size import allocate_kv_cache, fitting_gib
+from wavecore.engine_core.startup.memory_budget import GIB, MARGIN, SLACK, MemoryBudget, refused
 from wavecore.transport.errors import ConfigError, ResourceError, WavecoreError
 
 MIB = 1 << 20
+CUDA = torch.device("cuda:0")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+LOWER = "lower max_num_batched_tokens and max_num_seqs"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("memory") / "model", make_config("Llama"))
+def spec(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, length: int) -> ModelSpec:
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        max_model_len=length,
+        rms_norm_eps=1e-5,
+        tied=False,
+        windows=(0,) * layers,
+        ropes=(Rope(theta=1e4, dim=128, settings={}),),
+        rope_of_layer=(0,) * layers,
+        scale=1.0,
+    )
 
 
-def gib(total: float, utilization: float, weights: float, activations: float, others: float) -> Shares:
-    sizes = {"total": total, "weights": weights, "activations": activations, "others": others}
-    whole = {name: int(size * GIB) for name, size in sizes.items()}
-    return Shares(utilization=utilization, tables=0, graphs=0, **whole)
+SPECS = {
+    "8B": spec(128_256, 4096, 14_336, 32, 32, 8, 131_072),
+    "0.6B": spec(151_936, 1024, 3072, 28, 16, 8, 40_960),
+    "tiny": spec(32_000, 256, 1024, 4, 8, 2, 4096),
+}
 
 
-def exactly(blocks: int) -> Shares:
-    """Room for so many blocks of `FakeRunner`, on a device that has no more."""
-    return Shares(10 * GIB + blocks * 2 * MIB, 1.0, weights=10 * GIB, tables=0, activations=0, graphs=0, others=0)
+# --- a made-up GPU ----------------------------------------------------------------------------------------------------
 
 
-# --- shares -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, and what steps really take of it.
 
-shares = st.builds(
-    Shares,
-    total=st.integers(8 * GIB, 200 * GIB),
-    utilization=st.integers(1, 100).map(lambda n: n / 100),
-    weights=st.integers(0, 60 * GIB),
-    tables=st.integers(0, 4 * GIB),
-    activations=st.integers(0, 8 * GIB),
-    graphs=st.integers(0, GIB),
-    others=st.integers(0, 100 * GIB),
-)
+    Attributes:
+        others: bytes that others hold.
+        a_token: bytes that a step takes for each token, besides its logits.
+        noise: bytes by which a later start measures more than the first.
+        loaded: bytes of kernels that are loaded while steps run.
+    """
 
+    total: int
+    others: int
+    a_token: int
+    noise: int = 0
+    loaded: int = 300 * MIB
 
-@given(shares, st.integers(0, 60 * GIB))
-@example(Shares(100 * GIB, 0.5, 90 * GIB, 0, 0, 0, 0), 10 * GIB)  # the whole device
-def test_a_suggested_share_fits_and_is_suggested_whenever_one_fits(given_: Shares, need: int) -> None:
-    def room(hundredths: int) -> int:
-        return replace(given_, utilization=hundredths / 100).kv_cache
+    def activations(self, model: ModelSpec, config: EngineConfig) -> int:
+        return 64 * MIB + self.a_token * config.max_num_batched_tokens + 4 * model.vocab_size * config.max_num_seqs
 
-    fitting = [n for n in range(1, 101) if room(n) >= need]
-    suggested = given_.fitting_utilization(need)
-    if suggested is None:
-        assert not fitting or need == 0
-    else:
-        assert replace(given_, utilization=suggested).kv_cache >= need
-        assert round(100 * suggested) == fitting[0] or need == 0
+    def tables(self, model: ModelSpec, config: EngineConfig, length: int) -> int:
+        rotary = 4 * length * sum(rope.dim for rope in model.ropes)
+        a_row = 4 * model.vocab_size + 12 * length + 100_000
+        return rotary + a_row * config.max_num_seqs + 600 * config.max_num_batched_tokens
 
 
-@given(shares)
-def test_no_share_takes_what_others_hold_and_two_shares_do_not_add_up_to_more(given_: Shares) -> None:
-    own = given_.weights + given_.tables + given_.activations + given_.graphs
-    if given_.kv_cache:
-        assert own + given_.kv_cache <= given_.total * given_.utilization
-        assert own + given_.kv_cache + given_.others <= given_.total
-    assert given_.kv_cache >= replace(given_, others=given_.others + GIB).kv_cache
+class Device:
+    """torch.cuda's view of a GPU while one engine starts; out of memory where there is none."""
+
+    def __init__(self, total: int, others: int, patch: pytest.MonkeyPatch) -> None:
+        self.total, self.others, self.reserved, self.peak, self.weights = total, others, 0, 0, 0
+        values: dict[str, Any] = {
+            "empty_cache": lambda *_: None,
+            "synchronize": lambda *_: None,
+            "memory_reserved": lambda _device: self.reserved,
+            "max_memory_reserved": lambda _device: self.peak,
+            "reset_peak_memory_stats": lambda _device: setattr(self, "peak", self.reserved),
+            "mem_get_info": lambda _device: (max(0, self.total - self.others - self.reserved), self.total),
+        }
+        for name, value in values.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(kv_cache_size, "gc", SimpleNamespace(collect=lambda: None))  # slow, and nothing to collect
+        for module in (kv_cache_size, loader):
+            patch.setattr(module, "processes", lambda _device: "77 (9 MiB)")
+
+    def use(self, size: int) -> None:
+        """Take and give back: the peak remains."""
+        self.take(size)
+        self.reserved -= size
+
+    def take(self, size: int) -> None:
+        if size and self.reserved + size > self.total - self.others:
+            self.peak = max(self.peak, self.total - self.others)  # some of it was there
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.reserved += size
+        self.peak = max(self.peak, self.reserved)
 
 
-def test_two_engines_of_one_gpu_have_a_share_each() -> None:
-    """The second finds the first's memory taken, and its own share whole."""
-    first = gib(139.8, 0.45, 15, 2.3, 0.6)
-    own = 15 + 2.3 + first.kv_cache / GIB
-    assert own == pytest.approx(0.45 * 139.8)
-    second = replace(first, others=int((0.6 + 0.6 + own) * GIB))
-    assert second.kv_cache == first.kv_cache
+class Runner:
+    """What sizing reads of a runner."""
+
+    def __init__(self, on: Device | None, model: ModelSpec, length: int, block_size: int, dtype: str) -> None:
+        self.device, self.on, self.kv_cache = CUDA, on, SimpleNamespace(nbytes=0)
+        self.block_bytes = model.kv_values_per_token * block_size * DTYPES[dtype].itemsize
+        self.state = SimpleNamespace(max_blocks=-(-length // block_size))
+        self.model = SimpleNamespace(spec=model)
+        self.info = RunnerInfo(0, 0, block_size, length, model.vocab_size, model.hidden_size, (), dtype, "cuda:0")
+
+    def memory_stats(self) -> dict[str, int]:
+        assert self.on is not None
+        return {"weights_bytes": self.on.weights}
+
+    def allocate(self, num_blocks: int) -> None:
+        if self.on is not None:
+            self.on.reserved -= self.kv_cache.nbytes
+            self.kv_cache.nbytes = 0
+            self.on.take(num_blocks * self.block_bytes)
+        self.kv_cache.nbytes = num_blocks * self.block_bytes
+        self.info = replace(self.info, num_blocks=num_blocks)
+
+    def allocate_swap_space(self, num_blocks: int) -> None:
+        self.info = replace(self.info, num_host_blocks=num_blocks)
 
 
-def test_the_memory_table() -> None:
-    found = Shares(80 * GIB, 0.9, 16 * GIB, 2 * GIB, 4 * GIB, GIB, GIB // 2)
-    assert found.kv_cache == 49 * GIB
-    lines = found.table(num_blocks=1000, block_bytes=32 * MIB, processes="12 (100 MiB)").splitlines()
-    assert lines[0] == "GPU memory, gpu_memory_utilization 0.9"
-    rows = [line.split(" GiB  ") for line in lines[1:]]
-    assert [float(size) for size, _ in rows] == [16, 2, 4, 1, 31.25, 0.5, 25.25, 80]
-    names = ["weights", "tables", "activations", "graphs", "KV cache, 1000 blocks", "others", "left free", "total"]
-    assert all(name.startswith(start) for (_, name), start in zip(rows, names, strict=True))
-    assert "processes 12 (100 MiB)" in lines[6]
+def start(gpu: Gpu, model: ModelSpec, config: EngineConfig, noise: int = 0, crowd: int = 0) -> Runner:
+    """Start an engine as the loader does.
+
+    Args:
+        noise: bytes that steps take more.
+        crowd: bytes that others take between measuring and allocating.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        device = Device(gpu.total, gpu.others, patch)
+
+        def warm_up(_runner: Any, config: EngineConfig) -> None:
+            device.others += gpu.loaded
+            device.use(gpu.activations(model, config) + noise)
+            device.others += crowd
+
+        def graph_bytes(_runner: Any, config: EngineConfig) -> int:
+            graphs = gpu.activations(model, replace(config, max_num_batched_tokens=config.max_num_seqs))
+            device.use(graphs)
+            return graphs
+
+        patch.setattr(kv_cache_size, "warm_up", warm_up)
+        patch.setattr(kv_cache_size, "graph_bytes", graph_bytes)
+        patch.setattr(kv_cache_size, "largest_graph", lambda _runner, config: config)
+        measure = kv_cache_size.measure
+
+        def before_the_crowd(*args: Any) -> tuple[MemoryBudget, str]:
+            budget, reason = measure(*args)
+            return replace(budget, others=budget.others - crowd), reason
+
+        patch.setattr(kv_cache_size, "measure", before_the_crowd)
+        dtype = DTYPES[config.dtype]
+        loader.check_weights(ModelSource(Path("model"), model, ()), dtype, CUDA)
+        device.weights = model.num_parameters * dtype.itemsize
+        device.take(device.weights)
+        block_size = config.block_size or loader.choose_block_size(model.kv_values_per_token * dtype.itemsize)
+        length = loader._max_model_len(config, model, block_size, dtype, CUDA)
+        with refused("the tables of all requests do not fit into memory", [], smaller_steps=True):
+            device.take(gpu.tables(model, config, length))
+        runner = Runner(device, model, length, block_size, config.dtype)
+        allocate_kv_cache(runner, config)  # type: ignore[arg-type]
+        return runner
+
+
+def refusal(gpu: Gpu, model: ModelSpec, config: EngineConfig, **more: int) -> WavecoreError | None:
+    try:
+        start(gpu, model, config, **more)
+    except (ConfigError, ResourceError) as error:
+        return error
+    return None
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
-
-class FakeCuda:
-    """The numbers of a GPU of 24 GiB that others hold 3 GiB of."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reserved = self.peak = 0
-        for name in ("empty_cache", "synchronize"):
-            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: self.reserved)
-        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _device: self.peak)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: setattr(self, "peak", self.reserved))
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (21 * GIB - self.reserved, 24 * GIB))
-
-    def take(self, size: int, keep: int = 0) -> None:
-        self.reserved += size
-        self.peak = max(self.peak, self.reserved)
-        self.reserved += keep - size
-
-
-Measure = Callable[..., tuple[Shares, str]]
+Measure = Callable[..., tuple[MemoryBudget, str]]
 
 
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
-    """measure(fault) loads 15 GiB of weights, 1 GiB of tables, and runs steps that take 2 GiB and keep 1 GiB."""
+    """measure(error) loads 15 GiB of weights, 1 GiB of tables, and runs steps that take 2 GiB and keep 1 GiB."""
 
-    def run(fault: Exception | None = None, **settings: Any) -> tuple[Shares, str]:
-        cuda, runner = FakeCuda(monkeypatch), FakeRunner()
-        cuda.take(16 * GIB, keep=16 * GIB)
-        runner.memory_stats = lambda: {"weights_bytes": 15 * GIB}  # type: ignore[attr-defined]
-        runner.kv_cache = SimpleNamespace(nbytes=2 * runner.block_bytes)  # type: ignore[attr-defined]
-        runner.allocate = lambda blocks, _: cuda.take(blocks * 2 * MIB, keep=blocks * 2 * MIB)  # type: ignore[method-assign]
+    def run(error: Exception | None = None, **settings: Any) -> tuple[MemoryBudget, str]:
+        device = Device(24 * GIB, 3 * GIB, monkeypatch)
+        device.weights = 15 * GIB
+        device.take(16 * GIB)
 
-        def warm(*_: object) -> None:
-            cuda.take(2 * GIB, keep=GIB)
-            if fault is not None:
-                raise fault
+        def warm_up(*_: object) -> None:
+            device.use(2 * GIB)
+            device.take(GIB)
+            if error is not None:
+                raise error
 
-        def graph(_runner: object, plan: object) -> int:
+        def graph_bytes(_runner: object, plan: object) -> int:
             assert plan == "the largest graph"
-            cuda.take(3 * GIB)  # given back: no part of what steps take
+            device.use(3 * GIB)  # given back: no part of what steps take
             return 100 * MIB
 
-        monkeypatch.setattr(measuring, "warm_up", warm)
-        monkeypatch.setattr(measuring, "graph_bytes", graph)
-        monkeypatch.setattr(measuring, "largest_graph", lambda *_: "the largest graph")
-        return measuring.measure(runner, EngineConfig(**settings))  # type: ignore[arg-type]
+        monkeypatch.setattr(kv_cache_size, "warm_up", warm_up)
+        monkeypatch.setattr(kv_cache_size, "graph_bytes", graph_bytes)
+        monkeypatch.setattr(kv_cache_size, "largest_graph", lambda *_: "the largest graph")
+        runner: Any = Runner(device, SPECS["tiny"], 4096, 16, "bfloat16")
+        return kv_cache_size.measure(runner, EngineConfig(**settings))
 
     return run
 
 
 def test_what_is_measured(measure: Measure) -> None:
     got = measure(gpu_memory_utilization=0.8)
-    assert got == (Shares(24 * GIB, 0.8, 15 * GIB, GIB, 2 * GIB + measuring.SLACK, 100 * MIB, 3 * GIB), "")
+    assert got == (MemoryBudget(24 * GIB, 0.8, 15 * GIB, GIB, 2 * GIB + SLACK, 100 * MIB, 3 * GIB), "")
     assert measure(custom_ops={"silu_mul": "m:f"})[0].graphs == 0  # a user's kernel is not captured
+    assert measure(num_gpu_blocks_override=9)[0].utilization == 1  # which counts for more than the share
 
 
 def failed_capture() -> Exception:
@@ -176,8 +250,8 @@ def failed_capture() -> Exception:
 
 
 def test_steps_that_do_not_fit_while_measuring(measure: Measure) -> None:
-    shares, fault = measure(OutOfMemory("a step of 9 rows and 9 tokens does not fit: CUDA out of memory"))
-    assert fault.startswith("a step of 9 rows") and shares.weights == 15 * GIB
+    budget, reason = measure(OutOfMemory("a step of 9 rows and 9 tokens does not fit: CUDA out of memory"))
+    assert reason.startswith("a step of 9 rows") and budget.weights == 15 * GIB
     assert measure(RuntimeError("CUDA error: out of memory\nmore words"))[1] == "CUDA error: out of memory"
     assert measure(failed_capture())[1] == "CUDA out of memory"
     fault_in_the_code = AssertionError("wrong")
@@ -187,52 +261,47 @@ def test_steps_that_do_not_fit_while_measuring(measure: Measure) -> None:
             measure(error)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- sizing -----------------------------------------------------------------------------------------------------------
+
+HALF_MIB_A_TOKEN = replace(SPECS["tiny"], num_layers=128, num_kv_heads=2, max_model_len=8192)  # 2 MiB a block of 16
 
 
-class FakeRunner:
-    """What sizing reads of a runner."""
-
-    def __init__(self, block_bytes: int = 2 * MIB, max_blocks: int = 512) -> None:
-        self.block_bytes = block_bytes
-        self.state = SimpleNamespace(max_blocks=max_blocks)
-        self.device = torch.device("cuda:0")
-        rope = SimpleNamespace(dim=128)
-        self.model = SimpleNamespace(spec=SimpleNamespace(ropes=(rope,), max_model_len=16 * max_blocks))
-        self.info = RunnerInfo(0, 0, 16, 16 * max_blocks, 1000, 64, (), "bfloat16", "cuda:0")
-        self.allocated: tuple[int, int] | None = None
-
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        self.allocated = num_blocks, num_host_blocks
+def gib(total: float, utilization: float, weights: float, activations: float, others: float) -> MemoryBudget:
+    sizes = {"total": total, "weights": weights, "activations": activations, "others": others}
+    whole = {name: int(size * GIB) for name, size in sizes.items()}
+    return MemoryBudget(utilization=utilization, tables=0, graphs=0, **whole)
 
 
-Size = Callable[..., tuple[FakeRunner, int]]
+def exactly(blocks: int) -> MemoryBudget:
+    """Room for so many blocks of 2 MiB, on a device that has no more."""
+    return MemoryBudget(10 * GIB + blocks * 2 * MIB, 1.0, 10 * GIB - SLACK, 0, SLACK, graphs=0, others=0)
+
+
+Size = Callable[..., tuple[Runner, int]]
 
 
 @pytest.fixture
 def size(monkeypatch: pytest.MonkeyPatch) -> Size:
-    """size(shares, settings) runs `sized_runner` with this measurement; returns the runner and its blocks.
+    """size(budget, settings) sizes the KV cache with this measurement; returns the runner and its blocks."""
 
-    With smaller steps activations are in proportion, or steps fail while they have more tokens than `fail_above`.
-    """
-
-    def run(measured: Shares, fail_above: int = 1 << 30, **settings: Any) -> tuple[FakeRunner, int]:
-        runner = FakeRunner()
-
-        def measure(now: EngineConfig) -> tuple[Shares, str]:
-            part = now.max_num_batched_tokens * measured.activations // config.max_num_batched_tokens
-            fault = "a step of 9 rows" if now.max_num_batched_tokens > fail_above else ""
-            return replace(measured, activations=part), fault
-
+    def run(measured: MemoryBudget, reason: str = "", **settings: Any) -> tuple[Runner, int]:
         config = EngineConfig(**{"max_model_len": 8192, "gpu_memory_utilization": measured.utilization, **settings})
-        monkeypatch.setattr(kv_cache_size, "measure", lambda _runner, config: measure(config))
+        runner = Runner(None, HALF_MIB_A_TOKEN, config.max_model_len or 8192, 16, "bfloat16")
+        assert runner.block_bytes == 2 * MIB
+        budget = replace(measured, utilization=1.0) if config.num_gpu_blocks_override else measured
+        monkeypatch.setattr(kv_cache_size, "measure", lambda *_: (budget, reason))
         monkeypatch.setattr(kv_cache_size, "processes", lambda _device: "77 (9 MiB)")
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, measured.total))
-        kv_cache_size.sized_runner(lambda _: runner, config, "bfloat16")  # type: ignore[arg-type,return-value]
-        assert runner.allocated is not None
-        return runner, runner.allocated[0]
+        allocate_kv_cache(runner, config)  # type: ignore[arg-type]
+        return runner, runner.info.num_blocks
 
     return run
+
+
+def refused_size(size: Size, measured: MemoryBudget, kind: type[Exception] = ConfigError, **settings: Any) -> str:
+    with pytest.raises(kind) as error:
+        size(measured, **settings)
+    assert "GPU memory" in str(error.value) and "left free" in str(error.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -245,46 +314,39 @@ def size(monkeypatch: pytest.MonkeyPatch) -> Size:
         (gib(139.8, 0.90, 15.01, 2.28, 125.0), None),
     ],
 )
-def test_the_share_that_would_fit(measured: Shares, utilization: str | None, size: Size) -> None:
+def test_the_share_that_would_fit(measured: MemoryBudget, utilization: str | None, size: Size) -> None:
     if utilization is None:
-        with pytest.raises(ResourceError, match="no setting makes room") as refused:
-            size(measured)
-        assert "processes 77 (9 MiB)" in str(refused.value)
+        message = refused_size(size, measured, ResourceError)
+        assert "no setting makes room" in message and "processes 77 (9 MiB)" in message
     else:
-        with pytest.raises(ConfigError, match=f"gpu_memory_utilization {utilization}") as refused:
-            size(measured)
+        assert f"gpu_memory_utilization {utilization}" in refused_size(size, measured)
         runner, blocks = size(replace(measured, utilization=float(utilization)))
         assert blocks >= runner.state.max_blocks + 1
-    assert "GPU memory" in str(refused.value) and "left free" in str(refused.value)
-
-
-def refused(size: Size, measured: Shares, kind: type[WavecoreError] = ConfigError, **settings: Any) -> str:
-    with pytest.raises(kind) as refusal:
-        size(measured, **settings)
-    return str(refusal.value)
-
-
-def test_smaller_steps_are_named_where_nothing_else_makes_room(size: Size) -> None:
-    """With the numbers of the first that fit, and what must change besides."""
-    crowded = gib(24, 0.95, 15.01, 3.5, 5.6)  # others leave no larger share
-    [way] = ways_out(refused(size, crowded))
-    assert way == {"max_num_batched_tokens": 4096, "max_num_seqs": 128}
-    assert size(replace(crowded, activations=crowded.activations // 2), **way)[1] >= 513
-    [way] = ways_out(refused(size, replace(crowded, utilization=0.6)))
-    assert way == {"max_num_batched_tokens": 4096, "max_num_seqs": 128, "gpu_memory_utilization": 0.75}
 
 
 def test_a_shorter_length_that_would_fit(size: Size) -> None:
     measured = gib(24, 0.75, 15.01, 2.5, 0.7)
-    share, shorter = ways_out(refused(size, measured, max_model_len=8192))
+    share, shorter = suggestions(refused_size(size, measured, max_model_len=8192))
     blocks = (measured.kv_cache - MARGIN) // (2 * MIB)
     assert list(share) == ["gpu_memory_utilization"] and shorter == {"max_model_len": 16 * (blocks - 1)}
+
+
+def test_steps_are_to_be_lowered_where_nothing_can_be_computed(size: Size) -> None:
+    """With what is missing; nobody has measured by how much they must be lower."""
+    message = refused_size(size, gib(24, 0.95, 15.01, 3.5, 5.6))  # others leave no larger share
+    assert f"would hold 0 blocks of 16 tokens and needs 513: 1.11 GiB are missing; {LOWER}\nGPU" in message
+    message = refused_size(size, gib(24, 0.9, 15, 2, 1), reason="a step of 9 rows")
+    assert f"the largest step does not fit beside the weights: a step of 9 rows; {LOWER}\n" in message
+    no_room = gib(24, 0.9, 15, 2, 8.7)  # not even for the smallest steps
+    assert "a step of 9 rows, and no setting makes" in refused_size(
+        size, no_room, ResourceError, reason="a step of 9 rows"
+    )
 
 
 def test_the_null_block_comes_on_top_of_a_sequence(size: Size) -> None:
     """The least cache holds both; without a length, sequences fit beside it."""
     assert size(exactly(513))[1] == 513
-    refused(size, exactly(512))
+    refused_size(size, exactly(512))
     runner, blocks = size(exactly(100), max_model_len=None)
     assert blocks == 100 and runner.info.max_model_len == 99 * 16
 
@@ -309,21 +371,13 @@ def test_an_override_goes_before_the_share_but_not_beyond_the_device(size: Size)
     measured = gib(24, 0.1, 15, 2, 1)
     _, blocks = size(measured, num_gpu_blocks_override=3000)
     assert blocks == 3000
-    words = refused(size, measured, num_gpu_blocks_override=4000)
-    assert "num_gpu_blocks_override 4000 takes 7.81 GiB" in words
-    [way] = ways_out(words)
-    most = way["num_gpu_blocks_override"]
-    assert 3000 < most < 4000 and size(measured, **way)[1] == most
-    for full in (gib(24, 0.9, 15, 2, 8.9), exactly(MARGIN // (2 * MIB) + 1)):  # nothing, and the null block alone
-        assert "no setting makes room" in refused(size, full, ResourceError, num_gpu_blocks_override=100)
-
-
-def test_largest_steps_that_do_not_fit(size: Size) -> None:
-    measured = gib(24, 0.9, 15, 2, 1)
-    words = refused(size, measured, fail_above=3000)
-    assert "a step of 9 rows" in words and "GPU memory" in words
-    assert ways_out(words) == [{"max_num_batched_tokens": 2048, "max_num_seqs": 64}]
-    assert "no setting makes room" in refused(size, measured, ResourceError, fail_above=0)
+    message = refused_size(size, measured, num_gpu_blocks_override=4000)
+    assert "would hold 3072 blocks of 16 tokens and needs 4000: 1.81 GiB are missing; it would fit with" in message
+    [settings] = suggestions(message)
+    most = settings["num_gpu_blocks_override"]
+    assert 3000 < most < 4000 and size(measured, **settings)[1] == most
+    for full in (gib(24, 0.9, 15, 0.25, 8.9), exactly(MARGIN // (2 * MIB) + 1)):  # nothing, and the null block alone
+        assert "no setting makes room" in refused_size(size, full, ResourceError, num_gpu_blocks_override=100)
 
 
 def test_the_start_tells_where_the_memory_is(size: Size, caplog: pytest.LogCaptureFixture) -> None:
@@ -333,141 +387,179 @@ def test_the_start_tells_where_the_memory_is(size: Size, caplog: pytest.LogCaptu
     assert measured.table(blocks, 2 * MIB, "77 (9 MiB)") in caplog.messages
 
 
-def test_weights_that_cannot_fit_are_refused_before_they_are_read(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+# --- what is suggested starts -----------------------------------------------------------------------------------------
+
+
+def gpu_with(name: str, config: EngineConfig, others: int, spare: int, **more: int) -> Gpu:
+    """A GPU with some bytes to spare beside the weights, which may be too few."""
+    weights = SPECS[name].num_parameters * DTYPES[config.dtype].itemsize
+    return Gpu(total=max(GIB, weights + others + spare), others=others, **more)
+
+
+lengths = st.none() | st.integers(1, 4096)
+steps = st.tuples(st.integers(1, 70_000), st.integers(1, 20_000)).map(lambda pair: (max(pair), min(pair)))
+configs = st.builds(
+    lambda step, **more: EngineConfig(max_num_batched_tokens=step[0], max_num_seqs=step[1], **more),
+    step=st.sampled_from([(8192, 256), (2048, 64)]) | steps,
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    max_model_len=lengths,
+    gpu_memory_utilization=st.sampled_from([0.005, 0.1, 0.3, 0.5, 0.9, 0.95, 1.0]),
+    num_gpu_blocks_override=st.none() | st.integers(2, 100_000),
+    enable_prefix_caching=st.booleans(),
+)
+names = st.sampled_from(sorted(SPECS))
+starts = st.tuples(names, configs).flatmap(
+    lambda start: st.tuples(
+        st.builds(
+            partial(gpu_with, *start),
+            others=st.sampled_from([GIB, 40 * GIB]) | st.integers(0, 100 * GIB),
+            spare=st.integers(-GIB, 5 * GIB) | st.integers(GIB, 40 * GIB),
+            a_token=st.integers(1000, 400_000),
+            noise=st.integers(0, MARGIN // 2),
+            loaded=st.integers(0, GIB // 2),
+        ),
+        st.just(start[0]),
+        st.just(start[1]),
+    )
+)
+LARGE_STEPS = Gpu(24 * GIB, GIB, 200_000)
+
+
+@settings(max_examples=300)
+@given(starts)
+@example((replace(LARGE_STEPS, total=40 * GIB), "8B", EngineConfig(dtype="bfloat16", gpu_memory_utilization=0.41)))
+@example((LARGE_STEPS, "8B", EngineConfig(dtype="float32")))
+def test_every_suggestion_starts(start_: tuple[Gpu, str, EngineConfig]) -> None:
+    """Whatever does not fit: settings that are said to fit make a start that works, though it measures a bit more."""
+    gpu, name, config = start_
+    model = SPECS[name]
+    error = refusal(gpu, model, config)
+    assume(error is not None)
+    found = suggestions(str(error))
+    assert isinstance(error, ConfigError if found or LOWER in str(error) else ResourceError)
+    event(f"{str(error).split(' do', 1)[0][:24]}: {' | '.join('+'.join(each) for each in found)}")
+    for each in found:
+        changed = replace(config, **each)
+        assert changed != config
+        if "dtype" in each:  # known before anything is loaded: that smaller weights fit, no more
+            assert "the weights of" not in str(refusal(gpu, model, changed))
+            continue
+        runner = start(gpu, model, changed, gpu.noise)
+        assert runner.info.num_blocks >= 2
+        if changed.max_model_len:
+            enough = 1 + -(-changed.max_model_len // runner.info.block_size)
+            assert changed.num_gpu_blocks_override or runner.info.num_blocks >= enough
+
+
+SMALLEST: dict[str, Any] = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "gpu_memory_utilization": 1.0}
+
+
+@settings(max_examples=60)
+@given(starts)
+def test_no_setting_is_said_to_help_only_where_none_does(start_: tuple[Gpu, str, EngineConfig]) -> None:
+    gpu, name, config = start_
+    model, least = SPECS[name], replace(config, **SMALLEST)
+    if least.max_model_len:
+        least = replace(least, max_model_len=1)
+    if least.num_gpu_blocks_override:
+        least = replace(least, num_gpu_blocks_override=2)
+    error = refusal(gpu, model, config)
+    crowded = replace(gpu, others=gpu.others + 2 * MARGIN)
+    if isinstance(error, ResourceError):
+        assert "no setting" in str(error)
+        dtypes = {config.dtype} if "perhaps dtype bfloat16" in str(error) else {config.dtype, "bfloat16"}
+        assert all(refusal(crowded, model, replace(least, dtype=dtype)) is not None for dtype in dtypes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "total", "others", "kinds"),
+    [
+        ({"gpu_memory_utilization": 0.2}, 80, 1, ["gpu_memory_utilization"]),
+        ({"gpu_memory_utilization": 0.73}, 24, 0, ["gpu_memory_utilization", "max_model_len"]),
+        ({"max_num_batched_tokens": 65_536}, 24, 1, LOWER),
+        ({"max_num_batched_tokens": 32_768}, 24, 1, ["gpu_memory_utilization+max_model_len"]),
+        ({"max_num_batched_tokens": 60_000, "max_num_seqs": 60_000}, 24, 1, LOWER),
+        ({"max_model_len": 131_072, "gpu_memory_utilization": 0.5}, 24, 1, ["gpu_memory_utilization+max_model_len"]),
+        ({"num_gpu_blocks_override": 30_000}, 40, 1, ["num_gpu_blocks_override"]),
+        ({"num_gpu_blocks_override": 100, "max_num_batched_tokens": 65_536}, 24, 1, LOWER),
+        ({"dtype": "float32"}, 24, 1, ["dtype"]),
+        ({"dtype": "float32"}, 24, 12, []),
+        ({"gpu_memory_utilization": 0.5}, 24, 8.8, []),
+    ],
+)
+def test_suggestions_of_each_kind_of_refusal(
+    changes: dict[str, Any], total: float, others: float, kinds: list[str] | str
 ) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=64 * GIB))
-    monkeypatch.setattr("wavecore.engine_core.models.weights.partial", lambda *_: None)  # nothing can be read
-    with pytest.raises(ResourceError, match=r"weights of .*model take .* GiB as float32, and of cpu's 64 GiB only"):
-        load(folder)
-    half = sum(t.numel() for t in load_file(folder / "model.safetensors").values()) * 2
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=half, total=64 * GIB))
-    with pytest.raises(ConfigError, match=r"as float32, .* would fit with dtype bfloat16"):
-        load(folder)
-    monkeypatch.undo()
-    assert load(folder, dtype="bfloat16").info.dtype == "bfloat16"
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=half - 1, total=64 * GIB))
-    for dtype in ("float32", "bfloat16"):
-        with pytest.raises(ResourceError, match="no setting makes room"):
-            load(folder, dtype=dtype)
+    """What would help by itself; together what helps only together; nothing where nothing does."""
+    device = Gpu(int(total * GIB), int(others * GIB), 200_000)
+    config = EngineConfig(**{"dtype": "bfloat16", "max_model_len": 8192, **changes})
+    error = refusal(device, SPECS["8B"], config)
+    assert error is not None
+    if kinds == LOWER:
+        assert f"; {LOWER}" in str(error) and not suggestions(str(error))
+    else:
+        assert ["+".join(each) for each in suggestions(str(error))] == kinds, str(error)
+        assert ("no setting makes room" in str(error)) == (not kinds)
 
 
-def test_weights_that_do_not_fit_after_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(loader, "load_folder", short)
-    with pytest.raises(ConfigError, match=r"model do not fit into memory: CUDA out of memory; .* dtype bfloat16"):
-        load(folder)
-    with pytest.raises(ResourceError, match="no setting makes room"):
-        load(folder, dtype="bfloat16")
+def test_room_for_longer_tables_is_part_of_a_larger_share() -> None:
+    """Without a max_model_len the token table grows with the cache that the share allows."""
+    config = EngineConfig(dtype="bfloat16", max_num_seqs=20_000, max_num_batched_tokens=20_000)
+    device = Gpu(60 * GIB, GIB, 10_000)
+    error = refusal(device, SPECS["0.6B"], replace(config, gpu_memory_utilization=0.1))
+    [each] = suggestions(str(error))
+    start(device, SPECS["0.6B"], replace(config, **each))
 
 
-def test_tables_that_do_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first bounds of steps that fit are named, and start."""
-    make = loader.ModelRunner
-
-    def limited(model: Any, info: RunnerInfo, rows: int, tokens: int) -> Any:
-        if rows * tokens > 64 * 1024:
-            raise MemoryError("no room")
-        return make(model, info, rows, tokens)
-
-    monkeypatch.setattr(loader, "ModelRunner", limited)
-    with pytest.raises(ConfigError, match="the tables of all requests do not fit into memory: no room") as refusal:
-        load(folder, max_num_batched_tokens=5000, max_num_seqs=100)
-    [way] = ways_out(str(refusal.value))
-    assert way == {"max_num_batched_tokens": 2048, "max_num_seqs": 32}
-    load(folder, **way)
+def test_the_cache_that_others_took_meanwhile() -> None:
+    """Between measuring and allocating somebody took 10 GiB: a new start counts with them."""
+    gpu = Gpu(40 * GIB, GIB, 200_000)
+    config = EngineConfig(dtype="bfloat16", max_model_len=8192)
+    error = refusal(gpu, SPECS["8B"], config, crowd=10 * GIB)
+    assert error is not None and "does not fit into memory: CUDA out of memory; it would fit with a new" in str(error)
+    assert "the KV cache of" in str(error)
+    start(replace(gpu, others=11 * GIB), SPECS["8B"], config)
 
 
-def test_bytes_of_the_weights_are_those_of_the_parameters(folder: Path) -> None:
-    runner: Any = load(folder)
-    spec, rotary = runner.model.spec, sum(table.nbytes for table in runner.model.tables)
-    assert free_memory.weight_bytes(spec, torch.float32) == runner.memory_stats()["weights_bytes"] - rotary
+# --- the host ---------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 1 << 20), st.integers(1, 10_000))
 def test_a_suggested_size_of_a_cpu_cache_fits(block_bytes: int, need: int) -> None:
-    suggested = free_memory.fitting_gib(block_bytes * need)
+    suggested = fitting_gib(block_bytes * need)
     assert int(float(f"{suggested:g}") * GIB) // block_bytes >= need
 
 
 def test_a_suggested_size_of_a_cpu_cache_starts(folder: Path) -> None:
     settings: dict[str, Any] = {"num_gpu_blocks_override": None, "max_model_len": 200}
-    with pytest.raises(ConfigError, match="max_model_len 8, or kv_cache_memory_gib") as refused:
+    with pytest.raises(
+        ConfigError, match="GiB are missing; it would fit with max_model_len 8, or kv_cache_mem"
+    ) as error:
         load(folder, kv_cache_memory_gib=4e-5, **settings)
-    for way in ways_out(str(refused.value)):
-        load(folder, **{"kv_cache_memory_gib": 4e-5, **settings, **way})
+    for each in suggestions(str(error.value)):
+        load(folder, **{"kv_cache_memory_gib": 4e-5, **settings, **each})
 
 
 def test_swap_space_and_blocks_that_no_host_has(folder: Path) -> None:
     for asked in ({"swap_space_gib": 900_000}, {"num_gpu_blocks_override": (1 << 31) - 1, "block_size": 1 << 16}):
-        with pytest.raises(ConfigError) as refusal:
+        with pytest.raises(ConfigError) as error:
             load(folder, **asked)
-        [way] = ways_out(str(refusal.value))
-        assert list(way) == list(asked)[:1]
-        if "num_gpu_blocks_override" in way:
-            load(folder, **asked | way)
+        [each] = suggestions(str(error.value))
+        assert list(each) == list(asked)[:1]
+        if "num_gpu_blocks_override" in each:
+            load(folder, **asked | each)
         else:  # would take half of the host's memory at once
-            assert 0 <= way["swap_space_gib"] * GIB < 0.7 * free_memory.host_memory()[0]
+            assert 0 <= each["swap_space_gib"] * GIB < 0.7 * host_memory()[0]
     cache: dict[str, Any] = {"num_gpu_blocks_override": None, "block_size": 1 << 16, "enable_prefix_caching": False}
-    with pytest.raises(ConfigError, match="kv_cache_memory_gib") as refusal:
+    with pytest.raises(ConfigError, match="kv_cache_memory_gib") as error:
         load(folder, max_num_seqs=65_536, max_num_batched_tokens=65_536, kv_cache_memory_gib=9e9, **cache)
-    [way] = ways_out(str(refusal.value))
-    load(folder, **cache | way)
+    [each] = suggestions(str(error.value))
+    load(folder, **cache | each)
 
 
 def test_blocks_to_swap_to_count_with_those_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache_size, "host_memory", lambda: (GIB, GIB))
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as error:
         load(folder, num_gpu_blocks_override=(1 << 31) - 1, block_size=1 << 16, swap_space_gib=0.5)
     # Blocks of 192 MiB: four in nine tenths of the memory, two to swap to among them.
-    assert ways_out(str(refusal.value)) == [{"num_gpu_blocks_override": 2}]
-
-
-# --- who the others are -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("output", "words"),
-    [
-        ("7, 600 MiB\n12, 70000 MiB\n", "12 (70000 MiB)"),
-        ("7, 600 MiB\n", "(none)"),
-        ("", "(none listed)"),
-        ("No running processes found\n", "(none listed)"),
-        ("31, [N/A]\n7, [N/A]\n32, 5 MiB", "31 ([N/A]), 32 (5 MiB)"),
-        ("99, 5 MiB\n", "99 (5 MiB), this one among them by its pid outside of the container"),
-    ],
-)
-def test_other_processes_in_words(output: str, words: str) -> None:
-    assert free_memory.listed(output, own=7) == words
-
-
-def test_only_the_engines_own_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By UUID: numbers of devices are the driver's, not those that CUDA_VISIBLE_DEVICES leaves."""
-    asked: list[list[str]] = []
-
-    def run(command: list[str], **_: Any) -> Any:
-        asked.append(command)
-        if len(asked) > 1:
-            raise FileNotFoundError("nvidia-smi")
-        return SimpleNamespace(stdout=f"{os.getpid()}, 600 MiB\n12, 70000 MiB\n")
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="4a-b1"))
-    monkeypatch.setattr(subprocess, "run", run)
-    assert free_memory.processes(torch.device("cuda:0")) == "12 (70000 MiB)"
-    assert asked[0][:3] == ["nvidia-smi", "-i", "GPU-4a-b1"]
-    assert free_memory.processes(torch.device("cuda:0")) == "(unknown)"
-
-
-@pytest.mark.parametrize(("folder", "names"), [(".", free_memory.CGROUPS[0]), ("memory", free_memory.CGROUPS[1])])
-def test_a_container_limits_the_hosts_memory(tmp_path: Path, folder: str, names: tuple[str, str]) -> None:
-    free, total = free_memory.host_memory(tmp_path)
-    assert 0 < free < total
-    (tmp_path / folder).mkdir(exist_ok=True)
-    for name, text in zip(names, ("5000000\n", "3000000\n"), strict=True):
-        (tmp_path / name).write_text(text)
-    (tmp_path / folder / "memory.stat").write_text("anon 2000000\nactive_file 300000\ninactive_file 700000\n")
-    assert free_memory.host_memory(tmp_path) == (3_000_000, 5_000_000)
-    (tmp_path / names[0]).write_text("max\n")
-    assert free_memory.host_memory(tmp_path)[1] == total
+    assert suggestions(str(error.value)) == [{"num_gpu_blocks_override": 2}]

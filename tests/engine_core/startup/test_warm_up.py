@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.support.checkpoints import make_config, save_model
 from tests.support.model_engine import Engine
 
 from wavecore.engine_core.api.config import EngineConfig
@@ -187,14 +186,9 @@ def test_every_kernel_that_torch_picks_by_size_is_used(sizes: tuple[int, int, in
     assert pooled, "no prompt is pooled in two steps"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("warm_up") / "model", make_config("Llama"))
-
-
 @pytest.mark.parametrize(
     ("sizes", "padded"),
-    [((8, 64, None), False), ((1, 4, None), False), ((1, 1, 20), False), ((4, 4, 8), True), ((3, 2304, 200), True)],
+    [((8, 64, None), False), ((1, 4, None), False), ((1, 1, 20), False), ((4, 4, 8), True), ((3, 700, 200), True)],
 )
 def test_warm_up_leaves_no_trace(folder: Path, sizes: tuple[int, int, int | None], padded: bool) -> None:
     """It is for CUDA, where it measures memory and compiles; the plans are the same everywhere."""

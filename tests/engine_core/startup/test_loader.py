@@ -1,0 +1,122 @@
+"""A load: what memory or the kernels cannot hold is refused, and float32 means float32."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.support.model_driver import load
+
+from wavecore.engine_core.startup import loader
+from wavecore.engine_core.startup.memory_budget import GIB
+from wavecore.kernels.attention import shapes
+from wavecore.kernels.attention.shapes import refusal
+from wavecore.transport.errors import ConfigError, ModelError, ResourceError
+
+CUDA = torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "shared", "words"),
+    [
+        (32, 1, 256, 99 << 10, None),
+        (2, 2, 8, 227 << 10, None),
+        (8, 8, 512, 227 << 10, "head_dim 512 .* up to 256"),
+        (33, 1, 64, 227 << 10, "33 query heads .* up to 32"),
+        (8, 8, 64, 64 << 10, "64 KiB of shared memory, .* compute capability 8.0"),
+    ],
+)
+def test_what_cuda_refuses(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, head_dim: int, shared: int, words: str | None
+) -> None:
+    monkeypatch.setattr(shapes, "shared_memory", lambda _device: shared)
+    got = refusal(heads, kv_heads, head_dim, CUDA)
+    assert got is None if words is None else re.search(words, got or ""), got
+    assert refusal(heads, kv_heads, head_dim, torch.device("cpu")) is None
+
+
+def test_a_refusal_ends_the_load_with_the_models_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(loader, "refusal", lambda *args: asked.append(args) or "it is too large")
+    with pytest.raises(ModelError, match=r"model: it is too large"):
+        load(folder)
+    assert asked == [(6, 2, 64, torch.device("cpu"))]
+
+
+def test_float32_is_exact_where_a_container_says_otherwise(folder: Path) -> None:
+    code = (
+        "import sys, torch; from tests.support.model_driver import load;"
+        "load(sys.argv[1], dtype='bfloat16'); before = torch.backends.cuda.matmul.fp32_precision;"
+        "load(sys.argv[1], dtype='float32'); print(before, torch.backends.cuda.matmul.fp32_precision)"
+    )
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join((str(root), str(root / "src")))
+    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-c", code, folder]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert out.stdout.split() == ["tf32", "ieee"], out.stderr
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def host(available: int) -> None:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available, total=64 * GIB))
+
+    host(1000)
+    monkeypatch.setattr("wavecore.engine_core.models.weights.partial", lambda *_: None)  # nothing can be read
+    with pytest.raises(ResourceError, match=r"weights of .*model take .* GiB as float32, and of cpu's 64 GiB only"):
+        load(folder)
+    half = sum(t.numel() for t in load_file(folder / "model.safetensors").values()) * 2
+    host(half)
+    with pytest.raises(ConfigError, match=r"as float32, .* would fit with dtype bfloat16"):
+        load(folder)
+    monkeypatch.undo()
+    assert load(folder, dtype="bfloat16").info.dtype == "bfloat16"
+    host(half - 1)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ResourceError, match="no setting makes room"):
+            load(folder, dtype=dtype)
+
+
+def test_weights_that_do_not_fit_after_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loader, "fill", short)
+    with pytest.raises(ConfigError, match=r"model do not fit into memory: CUDA out of memory; .* dtype bfloat16"):
+        load(folder)
+    with pytest.raises(ResourceError, match="no setting makes room"):
+        load(folder, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("part", ["Decoder", "ModelRunner"])
+def test_tables_that_do_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Rotary tables, and those of requests."""
+
+    def short(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 34359738368 bytes.")
+
+    monkeypatch.setattr(loader, part, short)
+    with pytest.raises(ConfigError) as error:
+        load(folder)
+    start, end = (
+        "the tables of all requests do not fit into memory: ",
+        "; lower max_num_batched_tokens and max_num_seqs",
+    )
+    assert str(error.value).startswith(start) and str(error.value).endswith(f"allocate 34359738368 bytes.{end}")
+
+
+def test_bytes_of_the_weights_are_those_of_the_parameters(folder: Path) -> None:
+    runner: Any = load(folder)
+    model, rotary = runner.model, sum(table.nbytes for table in runner.model.tables)
+    assert model.spec.num_parameters * 4 == runner.memory_stats()["weights_bytes"] - rotary

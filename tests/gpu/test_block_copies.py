@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine_core.models.test_equality_families import prompts
 from tests.gpu.scenarios import assert_same, grow_allocator
 from tests.gpu.steps import recorded
-from tests.support.checkpoints import make_config, save_model
+from tests.support.checkpoints import make_config, prompts, save_model
 from tests.support.model_driver import Driver, Sequence_, load
 
 HOLD = 4_000_000_000  # cycles: two seconds, a step takes a hundredth of one

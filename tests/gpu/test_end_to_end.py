@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engine_core.models.test_equality_families import prompts
-from tests.support.checkpoints import assert_greedy, load_reference, make_config, save_model
+from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
 from tests.support.model_engine import Engine
 
 from wavecore import LLM, ConfigError, SamplingParams

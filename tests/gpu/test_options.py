@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engine_core.models.test_equality_families import prompts
-from tests.support.checkpoints import make_config, save_model
+from tests.support.checkpoints import make_config, prompts, save_model
 from tests.support.model_driver import Driver, Sequence_, load
 
 from wavecore.engine_core.api.sampling_params import SamplingParams

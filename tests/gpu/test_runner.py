@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.engine_core.models.test_equality_families import CASES, make, prompts
+from tests.engine_core.models.test_equality_families import CASES, make
 from tests.gpu.scenarios import launch_ahead
 from tests.gpu.steps import recorded
-from tests.support.checkpoints import assert_greedy, load_reference, make_config, save_model
+from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
 from tests.support.model_driver import Driver, load
 
 from wavecore.engine_core.models import weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,12 @@ def save_model(folder: Path, config: PretrainedConfig, *, seed: int = 0, scale: 
                 parameter.add_(1.0)
     model.save_pretrained(folder, **save)
     return folder
+
+
+def prompts(count: int, longest: int = 60, *, vocab: int = VOCAB, seed: int = 0) -> list[list[int]]:
+    """Random token ids of prompts of 1 to `longest` tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

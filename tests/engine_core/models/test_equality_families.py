@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.checkpoints import VOCAB, assert_greedy, load_reference, make_config, save_model
+from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
 from tests.support.model_driver import Driver, load
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
@@ -76,11 +75,6 @@ def make(folder: Path, case: str) -> Path:
     config = make_config(family, **kept)
     scale = 0.08 if family in ("Phi3", "Gemma2", "Gemma3Text") else 0.3
     return save_model(folder, config, scale=scale)
-
-
-def prompts(count: int) -> list[list[int]]:
-    draw = random.Random(0)
-    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 60))] for _ in range(count)]
 
 
 @pytest.mark.parametrize("case", CASES)

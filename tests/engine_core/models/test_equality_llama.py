@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.checkpoints import VOCAB, assert_greedy, load_reference, make_config, save_model
+from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
 from tests.support.model_driver import Driver, load
 from tests.support.model_engine import Engine
 
@@ -27,16 +27,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def prompts(count: int, seed: int = 0, longest: int = 70) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ragged_batch_chunks_and_preemption(tmp_path: Path, shape: str) -> None:
     folder = save_model(tmp_path / "model", make_config("Llama", **SHAPES[shape]))
     model = load_reference(folder)
-    asked = prompts(24)
+    asked = prompts(24, 70)
 
     whole = Driver(load(folder))
     outputs = whole.run([whole.add(p, 16, i) for i, p in enumerate(asked)])
@@ -71,7 +66,7 @@ def test_through_the_engine_with_a_cache_so_small_that_it_preempts(
         async_scheduling=async_scheduling,
         enable_prefix_caching=prefix_caching,
     )
-    asked = prompts(20) + prompts(4)
+    asked = prompts(20, 70) + prompts(4, 70)
     outputs = engine.generate(asked, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     for prompt, ours in zip(asked, outputs, strict=True):
         assert len(ours) == 20

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType
-from tests.support.checkpoints import assert_greedy
+from tests.support.checkpoints import assert_greedy, prompts
 from tests.support.gguf_files import VOCAB, write_model
 from tests.support.model_driver import Driver, load
 
@@ -28,8 +28,7 @@ def test_equal_to_transformers(tmp_path: Path, arch: str, kind: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    draw = random.Random(0)
-    asked = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 30))] for _ in range(6)]
+    asked = prompts(6, 30, vocab=VOCAB)
     driver = Driver(load(path))
     outputs = driver.run([driver.add(p, 12, i) for i, p in enumerate(asked)])
     for prompt, ours in zip(asked, outputs, strict=True):

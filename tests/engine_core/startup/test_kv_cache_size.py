@@ -252,7 +252,7 @@ def failed_capture() -> Exception:
 def test_steps_that_do_not_fit_while_measuring(measure: Measure) -> None:
     budget, reason = measure(OutOfMemory("a step of 9 rows and 9 tokens does not fit: CUDA out of memory"))
     assert reason.startswith("a step of 9 rows") and budget.weights == 15 * GIB
-    assert measure(RuntimeError("CUDA error: out of memory\nmore words"))[1] == "CUDA error: out of memory"
+    assert measure(RuntimeError("CUDA error: out of memory\nmore lines"))[1] == "CUDA error: out of memory"
     assert measure(failed_capture())[1] == "CUDA out of memory"
     fault_in_the_code = AssertionError("wrong")
     fault_in_the_code.__context__ = MemoryError()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,30 +17,7 @@ from tests.support.model_driver import load
 
 from wavecore.engine_core.startup import loader
 from wavecore.engine_core.startup.memory_budget import GIB
-from wavecore.kernels.attention import shapes
-from wavecore.kernels.attention.shapes import refusal
 from wavecore.transport.errors import ConfigError, ModelError, ResourceError
-
-CUDA = torch.device("cuda:0")
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "shared", "words"),
-    [
-        (32, 1, 256, 99 << 10, None),
-        (2, 2, 8, 227 << 10, None),
-        (8, 8, 512, 227 << 10, "head_dim 512 .* up to 256"),
-        (33, 1, 64, 227 << 10, "33 query heads .* up to 32"),
-        (8, 8, 64, 64 << 10, "64 KiB of shared memory, .* compute capability 8.0"),
-    ],
-)
-def test_what_cuda_refuses(
-    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, head_dim: int, shared: int, words: str | None
-) -> None:
-    monkeypatch.setattr(shapes, "shared_memory", lambda _device: shared)
-    got = refusal(heads, kv_heads, head_dim, CUDA)
-    assert got is None if words is None else re.search(words, got or ""), got
-    assert refusal(heads, kv_heads, head_dim, torch.device("cpu")) is None
 
 
 def test_a_refusal_ends_the_load_with_the_models_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,3 +66,11 @@ def own_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ops, "_custom", {})
     monkeypatch.setattr(ops, "_chosen", {})
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that tests read and do not change: three layers, random weights, no tokenizer."""
+    from tests.support.checkpoints import make_config, save_model
+
+    return save_model(tmp_path_factory.mktemp("tiny") / "model", make_config("Llama"))

@@ -24,9 +24,9 @@ from wavecore.transport.errors import ConfigError, ModelError, NotSupportedError
 
 
 @pytest.fixture
-def folder(folder: Path, tmp_path: Path) -> Path:
+def folder(tiny_llama: Path, tmp_path: Path) -> Path:
     """A copy, to be damaged."""
-    return Path(shutil.copytree(folder, tmp_path / "model"))
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

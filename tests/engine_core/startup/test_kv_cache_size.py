@@ -530,36 +530,36 @@ def test_a_suggested_size_of_a_cpu_cache_fits(block_bytes: int, need: int) -> No
     assert int(float(f"{suggested:g}") * GIB) // block_bytes >= need
 
 
-def test_a_suggested_size_of_a_cpu_cache_starts(folder: Path) -> None:
+def test_a_suggested_size_of_a_cpu_cache_starts(tiny_llama: Path) -> None:
     settings: dict[str, Any] = {"num_gpu_blocks_override": None, "max_model_len": 200}
     with pytest.raises(
         ConfigError, match="GiB are missing; it would fit with max_model_len 8, or kv_cache_mem"
     ) as error:
-        load(folder, kv_cache_memory_gib=4e-5, **settings)
+        load(tiny_llama, kv_cache_memory_gib=4e-5, **settings)
     for each in suggestions(str(error.value)):
-        load(folder, **{"kv_cache_memory_gib": 4e-5, **settings, **each})
+        load(tiny_llama, **{"kv_cache_memory_gib": 4e-5, **settings, **each})
 
 
-def test_swap_space_and_blocks_that_no_host_has(folder: Path) -> None:
+def test_swap_space_and_blocks_that_no_host_has(tiny_llama: Path) -> None:
     for asked in ({"swap_space_gib": 900_000}, {"num_gpu_blocks_override": (1 << 31) - 1, "block_size": 1 << 16}):
         with pytest.raises(ConfigError) as error:
-            load(folder, **asked)
+            load(tiny_llama, **asked)
         [each] = suggestions(str(error.value))
         assert list(each) == list(asked)[:1]
         if "num_gpu_blocks_override" in each:
-            load(folder, **asked | each)
+            load(tiny_llama, **asked | each)
         else:  # would take half of the host's memory at once
             assert 0 <= each["swap_space_gib"] * GIB < 0.7 * host_memory()[0]
     cache: dict[str, Any] = {"num_gpu_blocks_override": None, "block_size": 1 << 16, "enable_prefix_caching": False}
     with pytest.raises(ConfigError, match="kv_cache_memory_gib") as error:
-        load(folder, max_num_seqs=65_536, max_num_batched_tokens=65_536, kv_cache_memory_gib=9e9, **cache)
+        load(tiny_llama, max_num_seqs=65_536, max_num_batched_tokens=65_536, kv_cache_memory_gib=9e9, **cache)
     [each] = suggestions(str(error.value))
-    load(folder, **cache | each)
+    load(tiny_llama, **cache | each)
 
 
-def test_blocks_to_swap_to_count_with_those_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_to_swap_to_count_with_those_of_the_cache(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache_size, "host_memory", lambda: (GIB, GIB))
     with pytest.raises(ConfigError) as error:
-        load(folder, num_gpu_blocks_override=(1 << 31) - 1, block_size=1 << 16, swap_space_gib=0.5)
+        load(tiny_llama, num_gpu_blocks_override=(1 << 31) - 1, block_size=1 << 16, swap_space_gib=0.5)
     # Blocks of 192 MiB: four in nine tenths of the memory, two to swap to among them.
     assert suggestions(str(error.value)) == [{"num_gpu_blocks_override": 2}]

@@ -190,15 +190,15 @@ def test_every_kernel_that_torch_picks_by_size_is_used(sizes: tuple[int, int, in
     ("sizes", "padded"),
     [((8, 64, None), False), ((1, 4, None), False), ((1, 1, 20), False), ((4, 4, 8), True), ((3, 700, 200), True)],
 )
-def test_warm_up_leaves_no_trace(folder: Path, sizes: tuple[int, int, int | None], padded: bool) -> None:
+def test_warm_up_leaves_no_trace(tiny_llama: Path, sizes: tuple[int, int, int | None], padded: bool) -> None:
     """It is for CUDA, where it measures memory and compiles; the plans are the same everywhere."""
     seqs, tokens, length = sizes
     limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_model_len": length}
-    fresh, warmed = Engine(folder, **limits), Engine(folder, **limits)
+    fresh, warmed = Engine(tiny_llama, **limits), Engine(tiny_llama, **limits)
     runner: Any = warmed.runner
     if padded:
         runner.bucket_limits = (tokens, seqs)
-    warm_up(runner, EngineConfig(model=str(folder), device="cpu", **limits))
+    warm_up(runner, EngineConfig(model=str(tiny_llama), device="cpu", **limits))
     asked = [[1, 2, 7], [2, 4], [3, 6, 7, 1]]
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, seed=3, max_tokens=4, ignore_eos=True)

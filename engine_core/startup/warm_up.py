@@ -93,7 +93,8 @@ def _all_options(sizes: Sizes, everything: SamplingParams, hidden_size: int) -> 
     prefill, decode, mixed = sizes.prefill(sizes.tokens), sizes.decode(sizes.rows), sizes.mixed()
     embeds = np.zeros((min(sizes.length, sizes.tokens), hidden_size), np.float32)
     for more in ({"prompt_embeds": embeds}, {"pooling": "mean"}, {"pooling": "last"}):
-        yield _beginning(prefill, everything, samples="pooling" not in more, copies=((0, 1),), **more)
+        plan = _beginning(prefill, everything, samples="pooling" not in more, **more)
+        yield replace(plan, copies=int_table([(0, 1)], 2))
     for rows in (mixed, prefill, decode):
         yield _beginning(rows, everything)
 
@@ -118,7 +119,8 @@ def _rare_kernels(sizes: Sizes, everything: SamplingParams, max_blocks: int) -> 
         yield _plan([(0, 1)], [_new_request(0, 2, everything, pooling="mean")], samples=False)
         yield _plan([(1, 1)], samples=False)
     # A sequence gets all its blocks at once; no other step here changes the block table.
-    yield _plan([(0, 1)], [_new_request(0, 1, everything)], entries=[(0, i, 1) for i in range(max_blocks)])
+    plan = _beginning([(0, 1)], everything)
+    yield replace(plan, table=int_table([(0, i, 1) for i in range(max_blocks)], 3))
 
 
 def _few_options(sizes: Sizes) -> Iterator[StepPlan]:
@@ -180,22 +182,13 @@ def _new_request(slot: int, length: int, params: SamplingParams, *, output: int 
     return NewRequest(slot, np.zeros(length, np.int32), length - output, params, **more)
 
 
-def _beginning(
-    rows: list[Row], params: SamplingParams, *, samples: bool = True, copies: tuple[Row, ...] = (), **more: Any
-) -> StepPlan:
+def _beginning(rows: list[Row], params: SamplingParams, *, samples: bool = True, **more: Any) -> StepPlan:
     """Every row begins a request as long as the row; the tokens before the row's start do not matter."""
     new_requests = [_new_request(slot, length, params, **more) for slot, (_, length) in enumerate(rows)]
-    return _plan(rows, new_requests, samples=samples, copies=copies)
+    return _plan(rows, new_requests, samples=samples)
 
 
-def _plan(
-    rows: list[Row],
-    new_requests: Sequence[NewRequest] = (),
-    *,
-    samples: bool = True,
-    copies: tuple[Row, ...] = (),
-    entries: Sequence[tuple[int, int, int]] = (),
-) -> StepPlan:
+def _plan(rows: list[Row], new_requests: Sequence[NewRequest] = (), *, samples: bool = True) -> StepPlan:
     starts, lengths = np.array(rows, np.int32).T.copy()
     return StepPlan(
         step_id=0,
@@ -203,7 +196,5 @@ def _plan(
         starts=starts,
         query_lens=lengths,
         samples=np.full(len(rows), samples),
-        copies=int_table(copies, 2),
         new_requests=tuple(new_requests),
-        table=int_table(entries, 3),
     )

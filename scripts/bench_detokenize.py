@@ -26,7 +26,7 @@ from wavecore.frontend.text.detokenizer import ByteDetokenizer, ByteTable, Strea
 from wavecore.frontend.text.stop_strings import StopStrings
 from wavecore.frontend.text.tokenizer import Tokenizer as WavecoreTokenizer
 from wavecore.frontend.text.tokenizer_files import load_tokenizer
-from wavecore.transport.wire.messages import Columns, Step
+from wavecore.transport.wire.messages import Step, StepTokens
 
 STEPS = 200
 
@@ -75,7 +75,7 @@ def client_path(
 
     def deliver(i: int) -> None:
         tokens = np.array(ids[i], np.int32).ravel()
-        for mailbox in requests.deliver(engine, Step(b"", i, Columns(handles, ones, tokens, zeros))):
+        for mailbox in requests.deliver(engine, Step(b"", i, StepTokens(handles, ones, tokens, zeros))):
             mailbox.needs_notice()
 
     def deliver_and_take(i: int) -> None:

@@ -2,7 +2,7 @@
 
     python scripts/bench_wire.py
 
-Goal for the columns themselves (no message around them): pack below 1 us; unpack 5 us at 256 and 24 us at 1024 rows.
+Goal for the arrays themselves (no message around them): pack below 1 us; unpack 5 us at 256 and 24 us at 1024 rows.
 Per-request objects would cost 46 + 56 us at 256 and 191 + 231 us at 1024 rows.
 """
 
@@ -25,8 +25,8 @@ from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.io.input_pump import AddIn, InputPump
 from wavecore.transport.io.output_pump import Counters, OutputPump
 from wavecore.transport.wire.codec import decode, encode
-from wavecore.transport.wire.columns import merge
-from wavecore.transport.wire.messages import Add, Columns, Ready, Step
+from wavecore.transport.wire.messages import Add, Ready, Step, StepTokens
+from wavecore.transport.wire.step_tokens import merge
 from wavecore.transport.wire.tensors import from_numpy
 
 TOKEN = b"0123456789abcdef"
@@ -39,19 +39,19 @@ def microseconds(function: Callable[[], object]) -> float:
 
 
 def step_of(rows: int) -> Step:
-    columns = Columns(
+    output = StepTokens(
         np.arange(rows, dtype=np.uint32),
         np.ones(rows, np.uint32),
         np.arange(rows, dtype=np.int32),
         np.zeros(rows, np.uint8),
     )
-    return Step(TOKEN, 1, columns)
+    return Step(TOKEN, 1, output)
 
 
 def read(step: Step) -> list[tuple[int, int, int]]:
     """What a client does with a Step: one tuple a request."""
-    columns = step.columns
-    return list(zip(columns.handles.tolist(), columns.tokens.tolist(), columns.finish.tolist(), strict=True))
+    output = step.output
+    return list(zip(output.handles.tolist(), output.tokens.tolist(), output.finish.tolist(), strict=True))
 
 
 def bench_codec() -> None:
@@ -63,7 +63,7 @@ def bench_codec() -> None:
             f"step of {rows:5d} rows, {size:6d} bytes: encode {microseconds(partial(encode, step)):6.1f} us, "
             f"decode {microseconds(partial(decode, frames)):6.1f} us, "
             f"to Python {microseconds(partial(read, step)):6.1f} us, "
-            f"merge of two {microseconds(partial(merge, step.columns, step.columns)):6.1f} us"
+            f"merge of two {microseconds(partial(merge, step.output, step.output)):6.1f} us"
         )
     for tokens in (1000, 32_000):
         add = Add(TOKEN, TOKEN, 1, 1, from_numpy(np.arange(tokens, dtype=np.int32)), {"max_tokens": 100, "seed": 1})
@@ -108,19 +108,19 @@ def bench_sockets(rounds: int = 2000) -> None:
             client.send(0, Add(b"", b"", 0, handle, prompt, {}))
             item = inbound.get(timeout=60)
             assert isinstance(item, AddIn)
-            output.put({item.client: step_of(1).columns})
+            output.put({item.client: step_of(1).output})
             next_event(Step)
             trips.append((time.perf_counter() - start) * 1e6)
         ninety_nine = statistics.quantiles(trips, n=100)[98]
         print(f"request and answer over ipc: {statistics.median(trips):.0f} us, {ninety_nine:.0f} us at p99")
 
-        columns, session = step_of(256).columns, client.session(0)
+        tokens, session = step_of(256).output, client.session(0)
         assert session is not None
         start, seen = time.perf_counter(), 0
         for _ in range(rounds):
-            output.put({session: columns})
+            output.put({session: tokens})
         while seen < rounds * 256:
-            seen += int(next_event(Step).columns.counts.sum())
+            seen += int(next_event(Step).output.counts.sum())
         seconds = time.perf_counter() - start
         print(f"steps of 256 rows, merged as the client keeps up: {rounds / seconds:.0f} a second")
         client.close()

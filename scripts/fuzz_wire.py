@@ -39,7 +39,7 @@ from wavecore.transport.io.sockets import parse_address
 from wavecore.transport.processes import deployment
 from wavecore.transport.wire import messages
 from wavecore.transport.wire.codec import decode, encode
-from wavecore.transport.wire.columns import finish_columns
+from wavecore.transport.wire.step_tokens import finish_rows
 from wavecore.transport.wire.tensors import DTYPES
 
 TOKEN = bytes(range(16))
@@ -86,13 +86,13 @@ class Source:
         ids = [self.random.choice([1, 2, 999, *([1000, -1] if self.random.random() < 0.1 else [])]) for _ in range(9)]
         return messages.TensorFrame("int32", (len(ids),), np.array(ids, np.int32).tobytes())
 
-    def columns(self) -> messages.Columns:
+    def step_tokens(self) -> messages.StepTokens:
         if self.random.random() < 0.3:
-            return finish_columns(range(self.random.randrange(4)), messages.FinishReason.ERROR, "code", "text")
+            return finish_rows(range(self.random.randrange(4)), messages.FinishReason.ERROR, "code", "text")
         counts = np.array([self.random.randrange(3) for _ in range(self.random.randrange(6))], np.uint32)
         frames = tuple(self.tensor() for _ in range(self.random.randrange(3)))
         extras = {0: {"logprobs": list(range(len(frames))), "seed": 5}} if len(counts) else {}
-        return messages.Columns(
+        return messages.StepTokens(
             np.arange(len(counts), dtype=np.uint32),
             counts,
             np.arange(int(counts.sum()), dtype=np.int32),
@@ -121,7 +121,7 @@ class Source:
             lambda: messages.Hello("0.1"),
             lambda: messages.Ping(TOKEN, n(), True),
             lambda: messages.Ready(TOKEN, "0.1", n(), table),
-            lambda: messages.Step(TOKEN, n(), self.columns(), (1, 2, 3)),
+            lambda: messages.Step(TOKEN, n(), self.step_tokens(), (1, 2, 3)),
             lambda: messages.Result(TOKEN, n(), n(), True, "", "", self.value(), (self.tensor(), self.tensor())),
             lambda: messages.Heartbeat(TOKEN, n(), n(), n(), n(), n(), n(), 1.5),
             lambda: messages.Gone(TOKEN),

@@ -25,7 +25,7 @@ from wavecore.engine_core.scheduling.scheduler import Scheduler
 from wavecore.engine_core.scheduling.step_update import update
 from wavecore.transport.errors import Overloaded, from_code
 from wavecore.transport.io.output_pump import Counters
-from wavecore.transport.wire.messages import U32, Add, Columns, FinishReason
+from wavecore.transport.wire.messages import U32, Add, FinishReason, StepTokens
 
 
 class EngineCore:
@@ -100,7 +100,7 @@ class EngineCore:
             self.requests.by_client or self.in_flight or self.requests.outputs or len(self.requests.kv.transfers)
         )
 
-    def step(self) -> tuple[dict[bytes, Columns], bool]:
+    def step(self) -> tuple[dict[bytes, StepTokens], bool]:
         """One turn of the loop. Returns the output by client, and whether a step was launched."""
         start = time.perf_counter()
         plan = self.scheduler.schedule()

@@ -1,7 +1,7 @@
-"""Collects what one step tells the clients and makes one `Columns` a client of it, with numpy and no loop over rows.
+"""Collects what one step tells the clients and makes one `StepTokens` a client, with numpy and no loop over rows.
 
 Two sources: the rows of a step (columns already) and single events (errors, aborts, deadlines). Extras are sparse: what
-few rows have to say beside their token. Tensors among them are lists of frames, moved to `Columns.frames` at the end.
+few rows have to say beside their token. Tensors among them are lists of frames, moved to `StepTokens.frames` at the end.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wavecore.engine_core.plan import I32, U8, Index, RowLogprobs
-from wavecore.transport.wire.columns import FRAME_LISTS, merge
-from wavecore.transport.wire.messages import U32, Columns, FinishReason, TensorFrame
+from wavecore.transport.wire.messages import U32, FinishReason, StepTokens, TensorFrame
+from wavecore.transport.wire.step_tokens import FRAME_LISTS, merge
 from wavecore.transport.wire.tensors import from_numpy
 
 Extras = dict[str, Any]
@@ -47,18 +47,18 @@ class Outputs:
         """A request ended without a token of its own."""
         self._ends.setdefault(client, []).append(_End(handle, finish, extras))
 
-    def take(self, clients: list[bytes]) -> dict[bytes, Columns]:
+    def take(self, clients: list[bytes]) -> dict[bytes, StepTokens]:
         """Everything collected; `clients` names the client numbers of the rows."""
-        parts: dict[bytes, Columns] = {}
+        parts: dict[bytes, StepTokens] = {}
         if self._rows is not None:
             numbers, handles, tokens, finish = self._rows
             if (numbers == numbers[0]).all():
-                parts[clients[numbers[0]]] = self._columns(slice(None), handles, tokens, finish)
+                parts[clients[numbers[0]]] = self._step_tokens(slice(None), handles, tokens, finish)
             else:
                 order = np.argsort(numbers, kind="stable")
                 starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
                 for rows in np.split(order, starts[1:]):
-                    parts[clients[numbers[rows[0]]]] = self._columns(rows, handles, tokens, finish)
+                    parts[clients[numbers[rows[0]]]] = self._step_tokens(rows, handles, tokens, finish)
             self._rows, self._extras = None, {}
         for client, ends in self._ends.items():
             ended = _ended(ends)
@@ -66,14 +66,14 @@ class Outputs:
         self._ends = {}
         return parts
 
-    def _columns(self, rows: Index | slice, handles: U32, tokens: I32, finish: U8) -> Columns:
+    def _step_tokens(self, rows: Index | slice, handles: U32, tokens: I32, finish: U8) -> StepTokens:
         frames: list[TensorFrame] = []
         extras: dict[int, Extras] = {}
         if self._extras:
             for place, row in enumerate(np.arange(len(handles))[rows].tolist()):
                 if row in self._extras:
                     extras[place] = _with_frames(self._extras[row], frames)
-        return Columns(
+        return StepTokens(
             handles=handles[rows],
             counts=np.ones_like(handles[rows]),
             tokens=tokens[rows],
@@ -83,10 +83,10 @@ class Outputs:
         )
 
 
-def _ended(ends: list[_End]) -> Columns:
+def _ended(ends: list[_End]) -> StepTokens:
     """A row without a token for each."""
     frames: list[TensorFrame] = []
-    return Columns(
+    return StepTokens(
         handles=np.array([end.handle for end in ends], np.uint32),
         counts=np.zeros(len(ends), np.uint32),
         tokens=np.zeros(0, np.int32),

@@ -103,12 +103,12 @@ class InFlight:
     def deliver(self, engine: RemoteEngine, step: Step) -> list[Mailbox]:
         """Hand the rows of a step to their mailboxes."""
         engine.report(step.load[2])
-        columns = step.columns
-        tokens, extras, frames = columns.tokens.tolist(), columns.extras, columns.frames
+        output = step.output
+        tokens, extras, frames = output.tokens.tolist(), output.extras, output.frames
         touched: list[Mailbox] = []
         stopped: list[int] = []
         at = 0
-        rows = zip(columns.handles.tolist(), columns.counts.tolist(), columns.finish.tolist(), strict=True)
+        rows = zip(output.handles.tolist(), output.counts.tolist(), output.finish.tolist(), strict=True)
         for place, (handle, count, finish) in enumerate(rows):
             new = tokens[at : at + count]
             at += count

@@ -13,7 +13,7 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.scripted_runner import POISON, Script, ScriptedRunner
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.plan import StepPlan, StepResult
-from wavecore.transport.wire.messages import Add, Columns, FinishReason, TensorFrame
+from wavecore.transport.wire.messages import Add, FinishReason, StepTokens, TensorFrame
 
 CLIENT = b"c" * 16
 
@@ -118,13 +118,13 @@ class Driver:
             room += requests.kv.leaving * requests.kv.block_size
             assert comes_free or room < len(head.tokens) or requests.kv.leaving, "an urgent request was passed over"
 
-    def step(self) -> dict[bytes, Columns]:
+    def step(self) -> dict[bytes, StepTokens]:
         outputs, _ = self.core.step()
         self.steps += 1
         if self.check:
             self.core.utilities.check_integrity()
-        for columns in outputs.values():
-            self._take(columns)
+        for output in outputs.values():
+            self._take(output)
         return outputs
 
     def run(self, limit: int = 20_000) -> None:
@@ -152,24 +152,24 @@ class Driver:
             and requests.queued_out_bytes == self.core._admitted_bytes
         )
 
-    def _take(self, columns: Columns) -> None:
-        assert len(columns.handles) == len(set(columns.handles.tolist())), "a handle twice in one step"
-        ends = np.cumsum(columns.counts)
-        assert (ends[-1] if len(ends) else 0) == len(columns.tokens)
-        for i, handle in enumerate(columns.handles.tolist()):
+    def _take(self, output: StepTokens) -> None:
+        assert len(output.handles) == len(set(output.handles.tolist())), "a handle twice in one step"
+        ends = np.cumsum(output.counts)
+        assert (ends[-1] if len(ends) else 0) == len(output.tokens)
+        for i, handle in enumerate(output.handles.tolist()):
             assert handle not in self.finish, f"output of {handle} after its end"
-            tokens = columns.tokens[ends[i] - columns.counts[i] : ends[i]].tolist()
+            tokens = output.tokens[ends[i] - output.counts[i] : ends[i]].tolist()
             if tokens and handle not in self.outputs:
                 self.first_step[handle] = self.steps
             self.outputs.setdefault(handle, []).extend(tokens)
-            extra = dict(columns.extras.get(i, {}))
+            extra = dict(output.extras.get(i, {}))
             for name in ("logprobs", "prompt_logprobs", "pooled"):
                 if name in extra:
-                    frames = [columns.frames[k] for k in extra.pop(name)]
+                    frames = [output.frames[k] for k in extra.pop(name)]
                     self.frames.setdefault(handle, {}).setdefault(name, []).extend(frames)
             self.extras.setdefault(handle, {}).update(extra)
-            if columns.finish[i]:
-                self.finish[handle] = FinishReason(int(columns.finish[i]))
+            if output.finish[i]:
+                self.finish[handle] = FinishReason(int(output.finish[i]))
 
     def expected(self, handle: int) -> tuple[list[int], FinishReason]:
         """What the request must give if nobody disturbs it."""

@@ -64,24 +64,24 @@ class Client:
 
     def _step(self, step: Step) -> None:
         self.steps += 1
-        columns = step.columns
-        starts = np.concatenate([[0], np.cumsum(columns.counts, dtype=np.int64)])
-        for row, handle in enumerate(columns.handles.tolist()):
+        output = step.output
+        starts = np.concatenate([[0], np.cumsum(output.counts, dtype=np.int64)])
+        for row, handle in enumerate(output.handles.tolist()):
             if handle in self.ends:
                 self.faults.append(f"output for {handle} after its end")
             first = self.received.get(handle, 0)
-            for offset, got in enumerate(columns.tokens[starts[row] : starts[row + 1]].tolist()):
+            for offset, got in enumerate(output.tokens[starts[row] : starts[row + 1]].tolist()):
                 if got != fake_engine.token(handle, first + offset):
                     self.faults.append(f"handle {handle}: token {first + offset} is {got}")
-            self.received[handle] = first + int(columns.counts[row])
-            for position in columns.extras.get(row, {}).get("pooled", ()):
-                array = to_numpy(columns.frames[position])
+            self.received[handle] = first + int(output.counts[row])
+            for position in output.extras.get(row, {}).get("pooled", ()):
+                array = to_numpy(output.frames[position])
                 self.frames += 1
                 if len(set(array[:: max(1, len(array) // 64)].tolist())) != 1:
                     self.faults.append(f"handle {handle}: a tensor was mixed up")
-            self.extras.setdefault(handle, {}).update(columns.extras.get(row, {}))
-            if columns.finish[row]:
-                self.ends.setdefault(handle, []).append(int(columns.finish[row]))
+            self.extras.setdefault(handle, {}).update(output.extras.get(row, {}))
+            if output.finish[row]:
+                self.ends.setdefault(handle, []).append(int(output.finish[row]))
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         with self.changed:

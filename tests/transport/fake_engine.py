@@ -22,8 +22,8 @@ from wavecore.transport.io.client_stream import Limits
 from wavecore.transport.io.curve import CurveServer
 from wavecore.transport.io.input_pump import AbortIn, AddIn, InputPump, UtilityIn
 from wavecore.transport.io.output_pump import ClientGone, Counters, OutputPump, PumpFailed
-from wavecore.transport.wire.columns import finish_columns
-from wavecore.transport.wire.messages import Add, Columns, FinishReason
+from wavecore.transport.wire.messages import Add, FinishReason, StepTokens
+from wavecore.transport.wire.step_tokens import finish_rows
 from wavecore.transport.wire.tensors import from_numpy
 
 
@@ -124,7 +124,7 @@ class FakeEngine:
             for handle in item.handles.tolist():
                 self.aborted.append(handle)
                 if self.open.pop((item.client, handle), None) is not None:
-                    self.output.put({item.client: finish_columns([handle], FinishReason.ABORT)})
+                    self.output.put({item.client: finish_rows([handle], FinishReason.ABORT)})
         elif isinstance(item, ClientGone):
             self.gone.append(item.client)
             for key in [key for key in self.open if key[0] == item.client]:
@@ -157,16 +157,16 @@ class FakeEngine:
             outputs.setdefault(client, []).append(
                 (handle, tokens, FinishReason.LENGTH if ended else 0, payload(handle, sent, frame) if frame else None)
             )
-        self.output.put({client: _columns(rows) for client, rows in outputs.items()}, (len(self.open), 0, 0))
+        self.output.put({client: _step_tokens(rows) for client, rows in outputs.items()}, (len(self.open), 0, 0))
 
 
-def _columns(rows: list[Any]) -> Columns:
+def _step_tokens(rows: list[Any]) -> StepTokens:
     frames = [row[3] for row in rows if row[3] is not None]
     extras: dict[int, dict[str, Any]] = {}
     for index, row in enumerate(rows):
         if row[3] is not None:
             extras[index] = {"pooled": [len(extras)]}
-    return Columns(
+    return StepTokens(
         np.array([row[0] for row in rows], np.uint32),
         np.array([len(row[1]) for row in rows], np.uint32),
         np.array([one for row in rows for one in row[1]], np.int32),

@@ -9,9 +9,9 @@ from typing import Any
 
 from wavecore.transport.errors import MessageTooLarge, ProtocolError, WavecoreError
 from wavecore.transport.wire.codec import Frames, encode
-from wavecore.transport.wire.columns import finish_columns, merge, size_of
 from wavecore.transport.wire.delivery import Outbox
-from wavecore.transport.wire.messages import Columns, FinishReason, Result, Step, TensorFrame
+from wavecore.transport.wire.messages import FinishReason, Result, Step, StepTokens, TensorFrame
+from wavecore.transport.wire.step_tokens import finish_rows, merge, size_of
 
 STEP_BYTES = 1 << 20  # merged output leaves in messages of about this size
 CHUNK_BYTES = 8 << 20
@@ -51,9 +51,9 @@ class ClientState:
         self._epoch = epoch
         self._limits = limits
         self._outbox = Outbox(limits.messages, limits.bytes)
-        self._columns: list[Columns] = []
-        self._columns_bytes = 0
-        self._columns_merged = 0  # how many parts of _columns the last merge left
+        self._waiting: list[StepTokens] = []
+        self._waiting_bytes = 0
+        self._waiting_merged = 0  # how many parts of _waiting the last merge left
         self._load = (0, 0, 0)
         self._silent_ticks = 0
         self._absent_ticks = 0
@@ -68,12 +68,12 @@ class ClientState:
     @property
     def has_output(self) -> bool:
         """Whether something was not transmitted yet."""
-        return bool(self._columns or self._outbox.peek() is not None)
+        return bool(self._waiting or self._outbox.peek() is not None)
 
     @property
     def overflows(self) -> bool:
         """Whether it must be dropped for what the engine would have to hold for it."""
-        return self._outbox.bytes + self._columns_bytes > self._limits.held_bytes or len(self._outbox) > HELD_MESSAGES
+        return self._outbox.bytes + self._waiting_bytes > self._limits.held_bytes or len(self._outbox) > HELD_MESSAGES
 
     def heard(self) -> None:
         self._silent_ticks = 0
@@ -96,14 +96,14 @@ class ClientState:
             return f"it read nothing for {self._limits.stalled_ticks} s while output waited"
         return ""
 
-    def put(self, columns: Columns, load: tuple[int, int, int]) -> None:
-        self._columns.append(columns)
-        self._columns_bytes += size_of(columns)
+    def put(self, output: StepTokens, load: tuple[int, int, int]) -> None:
+        self._waiting.append(output)
+        self._waiting_bytes += size_of(output)
         self._load = load
-        if len(self._columns) - self._columns_merged >= MERGE_EVERY:
-            self._columns = [merge(*group) for group in _groups(self._columns)]
-            self._columns_merged = len(self._columns)
-            self._columns_bytes = sum(map(size_of, self._columns))
+        if len(self._waiting) - self._waiting_merged >= MERGE_EVERY:
+            self._waiting = [merge(*group) for group in _groups(self._waiting)]
+            self._waiting_merged = len(self._waiting)
+            self._waiting_bytes = sum(map(size_of, self._waiting))
 
     def put_result(
         self, call: int, value: Any, frames: Sequence[TensorFrame], error: WavecoreError | None, now: float
@@ -143,35 +143,33 @@ class ClientState:
 
     def next_frames(self, now: float) -> Frames | None:
         """The next message to transmit, encoded when its turn comes; None: nothing, or no room in the window."""
-        if self._outbox.peek() is None and self._columns and not self._outbox.full:
-            self._append_columns(now)
+        if self._outbox.peek() is None and self._waiting and not self._outbox.full:
+            self._append_step(now)
         return self._outbox.peek()
 
     def advance(self) -> None:
         self._outbox.advance()
 
-    def _append_columns(self, now: float) -> None:
-        group = next(_groups(self._columns))
-        del self._columns[: len(group)]
-        self._columns_merged = max(0, self._columns_merged - len(group))
-        self._columns_bytes -= sum(map(size_of, group))
-        columns = merge(*group)
+    def _append_step(self, now: float) -> None:
+        group = next(_groups(self._waiting))
+        del self._waiting[: len(group)]
+        self._waiting_merged = max(0, self._waiting_merged - len(group))
+        self._waiting_bytes -= sum(map(size_of, group))
+        output = merge(*group)
         try:
-            frames = self._encode_step(columns)
+            frames = self._encode_step(output)
         except ProtocolError as error:  # too large, or a bug: these requests end with the reason, the others go on
-            log.exception("output of %d requests cannot travel", len(columns.handles))
-            frames = self._encode_step(
-                finish_columns(columns.handles.tolist(), FinishReason.ERROR, error.code, str(error))
-            )
+            log.exception("output of %d requests cannot travel", len(output.handles))
+            frames = self._encode_step(finish_rows(output.handles.tolist(), FinishReason.ERROR, error.code, str(error)))
         self._outbox.append(frames, now)
 
-    def _encode_step(self, columns: Columns) -> Frames:
-        return encode(Step(self._epoch, self._outbox.last_number + 1, columns, self._load))
+    def _encode_step(self, output: StepTokens) -> Frames:
+        return encode(Step(self._epoch, self._outbox.last_number + 1, output, self._load))
 
 
-def _groups(parts: list[Columns]) -> Iterator[list[Columns]]:
+def _groups(parts: list[StepTokens]) -> Iterator[list[StepTokens]]:
     """Neighbours that fit into one message together."""
-    group: list[Columns] = []
+    group: list[StepTokens] = []
     size = 0
     for part in parts:
         if group and size + size_of(part) > STEP_BYTES:

@@ -22,8 +22,8 @@ from wavecore.transport.io.curve import CurveServer
 from wavecore.transport.io.output_pump import OutputPump, PumpFailed, UpStream
 from wavecore.transport.io.sockets import Waker
 from wavecore.transport.wire.codec import decode, total_bytes
-from wavecore.transport.wire.columns import finish_columns
 from wavecore.transport.wire.messages import U32, Abort, Add, FinishReason, Utility
+from wavecore.transport.wire.step_tokens import finish_rows
 
 MAX_QUEUED = 10_000  # items that wait for the main loop
 MAX_CHOICES = 1024  # of a refused ADD that are answered; a larger `n` is nonsense
@@ -175,7 +175,7 @@ class InputPump:
         choices = params.get("n", 1)  # not validated: that may be why it is refused
         count = choices if type(choices) is int and 1 <= choices <= MAX_CHOICES else 1
         handles = [(handle + i) & 0xFFFFFFFF for i in range(count)]
-        self._output.put({client: finish_columns(handles, FinishReason.ERROR, error.code, str(error))})
+        self._output.put({client: finish_rows(handles, FinishReason.ERROR, error.code, str(error))})
 
     def _answer(self, error: ProtocolError, size: int) -> None:
         """A frame of a living session that went wrong after its head: it counts as received, and its sender hears."""

@@ -1,4 +1,4 @@
-"""The engine's output thread: one ROUTER to all clients. Knows no requests, only columns, results and last words.
+"""The engine's output thread: one ROUTER to all clients. Knows no requests, only output, results and last words.
 
 The engine's main loop hands over what it produced and goes on; this thread numbers it, keeps it until it is
 acknowledged, and merges what a slow client has not room for. No client can slow another or grow without a bound:
@@ -32,7 +32,7 @@ from wavecore.transport.io.router import Router, Sent
 from wavecore.transport.io.sockets import Waker
 from wavecore.transport.wire.codec import Frames, encode
 from wavecore.transport.wire.delivery import Inbox
-from wavecore.transport.wire.messages import Bye, Columns, Dead, Gone, Heartbeat, Hello, Ping, Ready, TensorFrame
+from wavecore.transport.wire.messages import Bye, Dead, Gone, Heartbeat, Hello, Ping, Ready, StepTokens, TensorFrame
 
 TICK_SECONDS = 1.0
 FLUSH_SECONDS = 2.0
@@ -132,7 +132,7 @@ class OutputPump:
         self.endpoint = self._router.endpoint.address
         self._waker = Waker()
 
-    def put(self, outputs: Mapping[bytes, Columns], load: tuple[int, int, int] = (0, 0, 0)) -> None:
+    def put(self, outputs: Mapping[bytes, StepTokens], load: tuple[int, int, int] = (0, 0, 0)) -> None:
         """Output of one step, by client. The arrays must not be written to afterwards."""
         while len(self._tasks) >= MAX_TASKS and not self._ended.is_set():
             self._drained.clear()
@@ -254,13 +254,13 @@ class OutputPump:
         else:  # until the next tick, for what is on its way
             client.leaving = True
 
-    def _put(self, outputs: Mapping[bytes, Columns], load: tuple[int, int, int]) -> None:
-        for identity, columns in outputs.items():
+    def _put(self, outputs: Mapping[bytes, StepTokens], load: tuple[int, int, int]) -> None:
+        for identity, output in outputs.items():
             client = self._clients.get(identity)
             if client is None:
                 self._input_queue.put(ClientGone(identity))  # its requests outlived it: it left while they were queued
                 continue
-            client.put(columns, load)
+            client.put(output, load)
             self._mark(identity, client)
 
     def _put_result(

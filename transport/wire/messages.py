@@ -135,7 +135,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class StepTokens:
     """Output of some requests of one client, one entry a handle. Two of them merge into one for a slow reader.
 
     Attributes:
@@ -166,7 +166,7 @@ class Step:
 
     epoch: bytes
     number: int
-    columns: Columns
+    output: StepTokens
     load: tuple[int, int, int] = (0, 0, 0)
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from wavecore.transport.errors import ProtocolError
 from wavecore.transport.wire import messages
 from wavecore.transport.wire.checks import FINITE, ON_WIRE, bytes16, plain, table, text
-from wavecore.transport.wire.columns import check_columns
-from wavecore.transport.wire.messages import Columns, TensorFrame
+from wavecore.transport.wire.messages import StepTokens, TensorFrame
+from wavecore.transport.wire.step_tokens import check_step_tokens
 from wavecore.transport.wire.tensors import DTYPES, MAX_DIMS, TensorReader, TensorWriter, byte_length
 
 MAX_TENSORS = 1 << 16
@@ -94,19 +94,19 @@ def _array(name: str) -> Kind:
     return Kind(lambda value, _: _write_array(value, dtype), lambda raw, _: _read_array(raw, dtype))
 
 
-def _write_columns(value: Columns, tensors: TensorWriter) -> list[Any]:
-    check_columns(value)
+def _write_step_tokens(value: StepTokens, tensors: TensorWriter) -> list[Any]:
+    check_step_tokens(value)
     row = [_write_array(getattr(value, name), dtype) for name, dtype in _COLUMN_DTYPES.items()]
     return [*row, value.extras, _write_tensors(value.frames, tensors)]
 
 
-def _read_columns(raw: Any, tensors: TensorReader) -> Columns:
+def _read_step_tokens(raw: Any, tensors: TensorReader) -> StepTokens:
     if type(raw) is not list or len(raw) != len(_COLUMN_DTYPES) + 2:
-        raise ProtocolError("must be columns")
+        raise ProtocolError("must be the output of a step")
     arrays = {name: _read_array(item, dtype) for item, (name, dtype) in zip(raw, _COLUMN_DTYPES.items(), strict=False)}
-    columns = Columns(**arrays, extras=raw[-2], frames=_read_tensors(raw[-1], tensors))
-    check_columns(columns)
-    return columns
+    output = StepTokens(**arrays, extras=raw[-2], frames=_read_tensors(raw[-1], tensors))
+    check_step_tokens(output)
+    return output
 
 
 def _load(value: Any) -> tuple[int, int, int]:
@@ -163,7 +163,7 @@ FIELDS: dict[type, dict[str, Kind]] = {
     messages.Step: {
         "epoch": _TOKEN,
         "number": _NUMBER,
-        "columns": Kind(_write_columns, _read_columns),
+        "output": Kind(_write_step_tokens, _read_step_tokens),
         "load": _scalar(_load),
     },
     messages.Result: {

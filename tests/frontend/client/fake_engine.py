@@ -18,7 +18,7 @@ from wavecore.frontend.client.request import EngineRequest
 from wavecore.transport.errors import EngineDead
 from wavecore.transport.io.client_pump import Disconnected, Event, Reconnected
 from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry
-from wavecore.transport.wire.messages import Abort, Add, Columns, Ready, Step, TensorFrame, Utility
+from wavecore.transport.wire.messages import Abort, Add, Ready, Step, StepTokens, TensorFrame, Utility
 from wavecore.transport.wire.tensors import to_numpy
 
 START_SECONDS = 5.0
@@ -80,7 +80,7 @@ class FakePump:
         load: int = 0,
     ) -> None:
         """rows: (handle, tokens, finish)."""
-        columns = Columns(
+        output = StepTokens(
             np.array([r[0] for r in rows], np.uint32),
             np.array([len(r[1]) for r in rows], np.uint32),
             np.array([t for r in rows for t in r[1]], np.int32),
@@ -88,7 +88,7 @@ class FakePump:
             extras or {},
             frames,
         )
-        self.on_event(index, Step(self.epochs[index], 1, columns, (0, 0, load)))
+        self.on_event(index, Step(self.epochs[index], 1, output, (0, 0, load)))
 
     def disconnect(self, index: int) -> None:
         self.on_event(index, Disconnected("gone"))

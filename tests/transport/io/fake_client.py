@@ -23,12 +23,12 @@ def main() -> None:
             ready.set()
         elif isinstance(event, Step):
             start = 0
-            columns = event.columns
-            for row, handle in enumerate(columns.handles.tolist()):
-                stop = start + int(columns.counts[row])
-                tokens[handle] += columns.tokens[start:stop].tolist()
+            output = event.output
+            for row, handle in enumerate(output.handles.tolist()):
+                stop = start + int(output.counts[row])
+                tokens[handle] += output.tokens[start:stop].tolist()
                 start = stop
-                if columns.finish[row]:
+                if output.finish[row]:
                     ends.append(handle)
             running.set()
             if len(ends) >= requests:

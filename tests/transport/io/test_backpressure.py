@@ -69,7 +69,7 @@ def test_slow_client_is_merged_and_a_fast_one_unharmed(
     eventually(lambda: not engine.open, "the end of the slow client's requests")
     state = engine.output._clients[slow.pump.session(0)]
     assert len(state._outbox) <= limits.messages
-    assert len(state._columns) <= 2 * 64
+    assert len(state._waiting) <= 2 * 64
     pause.lifted.set()
     slow.wait_ends(*late)
     assert [slow.received[handle] for handle in late] == [5000] * 4
@@ -208,7 +208,7 @@ def test_stopped_engine_costs_a_client_bounded_memory(
 
 def test_output_for_a_client_that_is_gone_ends_its_requests(make_engine: Any, eventually: Any) -> None:
     engine = make_engine()
-    engine.output.put({b"nobody": fake_engine.finish_columns([1], FinishReason.STOP)})
+    engine.output.put({b"nobody": fake_engine.finish_rows([1], FinishReason.STOP)})
     eventually(lambda: engine.gone == [b"nobody"], "the news")
 
 
@@ -283,9 +283,9 @@ def test_last_output_reaches_a_reader_that_is_late(
 def test_output_that_cannot_travel_ends_its_requests(make_engine: Any, make_client: Any) -> None:
     engine, client = make_engine(), make_client()
     client.connect(engine.addresses)
-    columns = fake_engine.finish_columns([5], FinishReason.STOP)
-    columns.extras[0] = {"code": object()}
-    engine.output.put({client.pump.session(0): columns})
+    output = fake_engine.finish_rows([5], FinishReason.STOP)
+    output.extras[0] = {"code": object()}
+    engine.output.put({client.pump.session(0): output})
     client.wait_ends(5)
     assert client.ends[5] == [FinishReason.ERROR]
     assert client.extras[5]["code"] == "protocol"

@@ -89,11 +89,11 @@ def test_bad_tensor_ends_that_request_with_the_reason(hostile: Any) -> None:
     main, pack = encode(m.Add(raw.epoch, raw.client, 1, 70, prompt, {}))
     raw.push.send_multipart([main, pack[:-1]])
     step = raw.wait(m.Step)
-    assert step.columns.handles.tolist() == [70]
-    assert step.columns.finish.tolist() == [m.FinishReason.ERROR]
-    assert step.columns.extras[0]["code"] == "protocol"
+    assert step.output.handles.tolist() == [70]
+    assert step.output.finish.tolist() == [m.FinishReason.ERROR]
+    assert step.output.extras[0]["code"] == "protocol"
     raw.push.send_multipart(encode(m.Add(raw.epoch, raw.client, 2, 71, prompt, {})))
-    while raw.wait(m.Step).columns.handles.tolist() != [71]:
+    while raw.wait(m.Step).output.handles.tolist() != [71]:
         continue
     assert [handle for _, handle in engine.added] == [71]
 
@@ -133,7 +133,7 @@ def test_gap_is_reported_at_once_and_the_hole_is_filled(hostile: Any) -> None:
     assert beat.seen == 1
     for number in (2, 3, 4, 4, 1):
         raw.push.send_multipart(adds[number])
-    while raw.wait(m.Step).columns.handles.tolist()[-1] != 4:
+    while raw.wait(m.Step).output.handles.tolist()[-1] != 4:
         continue
     assert [handle for _, handle in engine.added] == [1, 2, 3, 4]
 

@@ -37,7 +37,7 @@ def tensors(draw: st.DrawFn, large: bool = True) -> m.TensorFrame:
 
 
 @st.composite
-def columns(draw: st.DrawFn) -> m.Columns:
+def step_tokens(draw: st.DrawFn) -> m.StepTokens:
     rows = draw(st.integers(0, 6))
     counts = draw(hnp.arrays(np.uint32, rows, elements=st.integers(0, 3)))
     frames = tuple(draw(st.lists(tensors(large=False), max_size=4)))
@@ -49,7 +49,7 @@ def columns(draw: st.DrawFn) -> m.Columns:
             "logprobs": st.lists(st.integers(0, len(frames) - 1), max_size=3) if frames else st.just([]),
         },
     )
-    return m.Columns(
+    return m.StepTokens(
         handles=draw(hnp.arrays(np.uint32, rows, elements=st.integers(0, 20), unique=True)),
         counts=counts,
         tokens=draw(hnp.arrays(np.int32, int(counts.sum()))),
@@ -71,7 +71,7 @@ messages = st.one_of(
     st.builds(m.Hello, text),
     st.builds(m.Ping, token16, number, st.booleans()),
     st.builds(m.Ready, token16, text, count, table),
-    st.builds(m.Step, token16, number, columns(), load),
+    st.builds(m.Step, token16, number, step_tokens(), load),
     st.builds(m.Result, token16, number, count, st.booleans(), text, text, plain, frames),
     st.builds(
         m.Heartbeat, token16, number, number, count, count, count, count,

@@ -212,7 +212,7 @@ def deep(levels: int) -> Any:
         m.Abort(EPOCH, CLIENT, 1, np.zeros(2, np.int64)),  # type: ignore[arg-type]
         result(m.TensorFrame("int32", (3,), b"12345678")),
         result(m.TensorFrame("pickle", (3,), b"123")),
-        m.Step(EPOCH, 1, m.Columns(*(np.zeros(2, t) for t in (np.uint32, np.uint32, np.int32, np.uint8)))),
+        m.Step(EPOCH, 1, m.StepTokens(*(np.zeros(2, t) for t in (np.uint32, np.uint32, np.int32, np.uint8)))),
     ],
 )  # fmt: skip
 def test_a_sender_learns_what_the_peer_would_refuse(message: m.Message) -> None:

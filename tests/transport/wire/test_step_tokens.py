@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.transport.wire.strategies import columns, same
+from tests.transport.wire.strategies import same, step_tokens
 
-from wavecore.transport.wire.columns import finish_columns, merge, size_of
-from wavecore.transport.wire.messages import Columns, FinishReason
+from wavecore.transport.wire.messages import FinishReason, StepTokens
+from wavecore.transport.wire.step_tokens import finish_rows, merge, size_of
 
-NOTHING = Columns(*(np.empty(0, t) for t in (np.uint32, np.uint32, np.int32, np.uint8)))
+NOTHING = StepTokens(*(np.empty(0, t) for t in (np.uint32, np.uint32, np.int32, np.uint8)))
 
 
-def told(*parts: Columns) -> dict[int, dict[str, Any]]:
-    """What a reader of these columns knows in the end, request by request, slowly."""
+def told(*parts: StepTokens) -> dict[int, dict[str, Any]]:
+    """What a reader of these parts knows in the end, request by request, slowly."""
     known: dict[int, dict[str, Any]] = {}
     for part in parts:
         start = 0
@@ -30,8 +30,8 @@ def told(*parts: Columns) -> dict[int, dict[str, Any]]:
     return known
 
 
-@given(st.lists(columns(), min_size=1, max_size=5))
-def test_merged_columns_tell_the_same_story(parts: list[Columns]) -> None:
+@given(st.lists(step_tokens(), min_size=1, max_size=5))
+def test_merged_output_tells_the_same_story(parts: list[StepTokens]) -> None:
     merged = merge(*parts)
     assert same(told(merged), told(*parts))
     if len(parts) > 1:
@@ -41,8 +41,8 @@ def test_merged_columns_tell_the_same_story(parts: list[Columns]) -> None:
         assert getattr(merged, name).dtype == getattr(parts[0], name).dtype
 
 
-@given(st.lists(columns(), min_size=3, max_size=5))
-def test_merging_is_associative(parts: list[Columns]) -> None:
+@given(st.lists(step_tokens(), min_size=3, max_size=5))
+def test_merging_is_associative(parts: list[StepTokens]) -> None:
     assert same(told(merge(merge(*parts[:2]), *parts[2:])), told(merge(*parts)))
 
 
@@ -50,14 +50,14 @@ def test_merge_of_nothing_to_say() -> None:
     assert len(merge(NOTHING, NOTHING).handles) == 0
 
 
-def test_finish_columns() -> None:
-    ends = finish_columns([4, 5], FinishReason.ERROR, "timeout", "too late")
+def test_finish_rows() -> None:
+    ends = finish_rows([4, 5], FinishReason.ERROR, "timeout", "too late")
     assert ends.handles.tolist() == [4, 5]
     assert ends.finish.tolist() == [FinishReason.ERROR] * 2
     assert ends.extras == {i: {"code": "timeout", "message": "too late"} for i in range(2)}
-    assert finish_columns([1], FinishReason.ABORT).extras == {}
+    assert finish_rows([1], FinishReason.ABORT).extras == {}
 
 
 def test_size_counts_frames() -> None:
     assert size_of(NOTHING) == 0
-    assert size_of(Columns(*(np.zeros(3, t) for t in (np.uint32, np.uint32, np.int32, np.uint8)))) == 39
+    assert size_of(StepTokens(*(np.zeros(3, t) for t in (np.uint32, np.uint32, np.int32, np.uint8)))) == 39

@@ -1,4 +1,4 @@
-"""`Columns`, the output of steps for one client: build, check, measure and merge them."""
+"""`StepTokens`, what steps made for one client: build, check, measure and merge them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import numpy as np
 
 from wavecore.transport.errors import ProtocolError
 from wavecore.transport.wire.checks import table
-from wavecore.transport.wire.messages import Columns, FinishReason
+from wavecore.transport.wire.messages import FinishReason, StepTokens
 
 _LAST_REASON = max(FinishReason)
-FRAME_LISTS = ("logprobs", "prompt_logprobs", "pooled")  # extras that are positions in Columns.frames
+FRAME_LISTS = ("logprobs", "prompt_logprobs", "pooled")  # extras that are positions in StepTokens.frames
 
 
-def finish_columns(handles: Iterable[int], reason: FinishReason, code: str = "", message: str = "") -> Columns:
-    """Columns that end each of these requests without another token; `code` and `message` say why."""
+def finish_rows(handles: Iterable[int], reason: FinishReason, code: str = "", message: str = "") -> StepTokens:
+    """StepTokens that end each of these requests without another token; `code` and `message` say why."""
     rows = np.fromiter(handles, np.uint32)
     extras: dict[int, dict[str, Any]] = (
         {i: {"code": code, "message": message} for i in range(len(rows))} if code else {}
     )
-    return Columns(
+    return StepTokens(
         rows, np.zeros(len(rows), np.uint32), np.empty(0, np.int32), np.full(len(rows), reason, np.uint8), extras
     )
 
 
-def check_columns(value: Columns) -> None:
-    """Raise ProtocolError unless the columns fit together and extras name rows and frames that are there."""
+def check_step_tokens(value: StepTokens) -> None:
+    """Raise ProtocolError unless the arrays fit together and extras name rows and frames that are there."""
     rows = len(value.handles)
     if len(value.counts) != rows or len(value.finish) != rows or int(value.counts.sum()) != len(value.tokens):
         raise ProtocolError(
-            f"columns of {rows} handles, {len(value.counts)} counts, {len(value.finish)} finish codes, "
+            f"output of {rows} handles, {len(value.counts)} counts, {len(value.finish)} finish codes, "
             f"{len(value.tokens)} tokens for a sum of {int(value.counts.sum())}"
         )
     if rows and value.finish.max() > _LAST_REASON:
@@ -51,14 +51,14 @@ def check_columns(value: Columns) -> None:
                     raise ProtocolError(f"{name} names frame {position!r:.20} of {len(value.frames)}")
 
 
-def size_of(columns: Columns) -> int:
-    """About how many bytes the columns hold."""
-    arrays = columns.handles.nbytes + columns.counts.nbytes + columns.tokens.nbytes + columns.finish.nbytes
-    return arrays + sum(len(frame.buffer) for frame in columns.frames) + 64 * len(columns.extras)
+def size_of(output: StepTokens) -> int:
+    """About how many bytes it holds."""
+    arrays = output.handles.nbytes + output.counts.nbytes + output.tokens.nbytes + output.finish.nbytes
+    return arrays + sum(len(frame.buffer) for frame in output.frames) + 64 * len(output.extras)
 
 
-def merge(*parts: Columns) -> Columns:
-    """One Columns that says what `parts`, in this order, say: a row a handle, in order of first appearance.
+def merge(*parts: StepTokens) -> StepTokens:
+    """One that says what `parts`, in this order, say: a row a handle, in order of first appearance.
 
     Tokens of a handle are joined; its finish code and plain extras are the last ones given; extras that name frames
     (`FRAME_LISTS`) are joined, their positions moved to the joined frames.
@@ -94,4 +94,4 @@ def merge(*parts: Columns) -> Columns:
         row_base += len(part.handles)
         frame_base += len(part.frames)
     frames = tuple(frame for part in parts for frame in part.frames)
-    return Columns(unique[order], merged_counts, tokens, finish, extras, frames)
+    return StepTokens(unique[order], merged_counts, tokens, finish, extras, frames)

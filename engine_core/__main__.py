@@ -12,15 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.config import MEMORY_ADVICE, EngineConfig
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.loop.proc import EngineCoreProc
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.startup.factory import make_runner
+from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
-from wavecore.transport.io.curve import CurveServer
 from wavecore.transport.processes import logs
-from wavecore.transport.processes.child import ChildLife, parser
+from wavecore.transport.processes.child import SupervisedChild, parser
 
 logger = logging.getLogger("wavecore.engine_core")
 
@@ -32,22 +32,22 @@ def main() -> int:
     arguments.add_argument("--input", required=True)
     arguments.add_argument("--output", required=True)
     args = arguments.parse_args()
-    life = ChildLife(args)
+    child = SupervisedChild(args, MEMORY_ADVICE)
     writer = logs.set_up(f"engine {args.index}")
     try:
-        return _serve(args, life)
+        return _serve(args, child)
     finally:
         writer.close()
 
 
-def _serve(args: argparse.Namespace, life: ChildLife) -> int:
+def _serve(args: argparse.Namespace, child: SupervisedChild) -> int:
     try:
-        proc = _build(args, life)
+        proc = _build(args, child)
     except Exception as error:
-        why = life.report_failure(error)
+        cause = child.report_failure(error)
         if not isinstance(error, WavecoreError):  # a known one is raised where the engine was started
-            logger.exception("engine %d did not start: %s", args.index, why.message)
-        return from_code(why.code, why.message).exit_code
+            logger.exception("engine %d did not start: %s", args.index, cause.message)
+        return from_code(cause.code, cause.message).exit_code
     try:
         proc.run()
     except Exception:  # told by `run` to everybody who needs to know
@@ -55,13 +55,13 @@ def _serve(args: argparse.Namespace, life: ChildLife) -> int:
     return 0
 
 
-def _build(args: argparse.Namespace, life: ChildLife) -> EngineCoreProc:
-    config = EngineConfig.from_json(life.config)
-    runner = make_runner(config, life.report_phase)
-    life.report_phase("bind", 0.0)
+def _build(args: argparse.Namespace, child: SupervisedChild) -> EngineCoreProc:
+    config = EngineConfig.from_json(child.config)
+    runner = make_runner(config, child.report_phase)
+    child.report_phase("bind", 0.0)
     return EngineCoreProc(
         EngineCore(config, runner),
-        life,
+        child,
         index=args.index,
         resolved=_resolved(config, runner.info),
         input_address=args.input,

@@ -27,6 +27,7 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.gguf_file import read_gguf
 from wavecore.engine_core.loop.admission import request_from_add
 from wavecore.engine_core.plan import RunnerInfo
+from wavecore.transport.addresses import parse_address
 from wavecore.transport.errors import (
     ConfigError,
     ModelError,
@@ -35,7 +36,6 @@ from wavecore.transport.errors import (
     StartError,
     ValidationError,
 )
-from wavecore.transport.io.sockets import parse_address
 from wavecore.transport.processes import deployment
 from wavecore.transport.wire import messages
 from wavecore.transport.wire.codec import decode, encode

@@ -40,7 +40,7 @@ from wavecore.frontend.llm import LLM
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.prompts import as_prompt
 from wavecore.transport.errors import EngineDead, WavecoreError
-from wavecore.transport.processes import restarts
+from wavecore.transport.processes import engine_process
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.supervisor import Limits, Supervisor
 
@@ -272,7 +272,7 @@ def main() -> int:
     if args.reader:
         return _read(args.reader)
     # A run breaks the engine more often in a minute than the back-off forgives in ten.
-    restarts.MAX_DEATHS, restarts.MAX_DELAY = 1 << 30, 1.0
+    engine_process.MAX_DEATHS, engine_process.MAX_DELAY = 1 << 30, 1.0
     fds, children = _open_fds(), set(psutil.Process().children(recursive=True))
     with tempfile.NamedTemporaryFile("w", suffix=".json") as script:
         json.dump(SCRIPT, script)

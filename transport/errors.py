@@ -23,7 +23,11 @@ with when nobody handles the error: 2 usage, 3 port or other resource, 4 model, 
 
 from __future__ import annotations
 
+import errno
 from typing import Any
+
+RESOURCE_ERRNOS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
+MORE_MEMORY = "give the machine or container more memory"
 
 
 class WavecoreError(Exception):
@@ -114,6 +118,20 @@ def from_code(code: str, message: str) -> WavecoreError:
         field, _, rest = message.partition(": ")
         return ValidationError(field, rest)
     return _BY_CODE.get(code, RequestError)(message)
+
+
+def as_wavecore_error(error: BaseException, memory_advice: str = MORE_MEMORY) -> WavecoreError:
+    """Any exception as one of the tree: what the machine refused is a ResourceError, a surprise is internal.
+
+    Args:
+        memory_advice: what to do when memory runs out, from whoever knows what needs it.
+    """
+    if isinstance(error, WavecoreError):
+        return error
+    if isinstance(error, MemoryError):
+        return ResourceError(f"out of memory ({error}); {memory_advice}")
+    text = f"{type(error).__name__}: {error}"
+    return ResourceError(text) if getattr(error, "errno", None) in RESOURCE_ERRNOS else WavecoreError(text)
 
 
 def _tree(root: type[WavecoreError]) -> dict[str, type[WavecoreError]]:

@@ -131,6 +131,10 @@ class EngineConfig:
         return cls(**values)
 
 
+# What transport, which knows no settings, tells when a process ran out of memory or was not ready in time.
+MEMORY_ADVICE = "lower kv_cache_memory_gib, max_num_seqs or max_model_len, or give the machine or container more memory"
+SLOW_START_ADVICE = "raise ready_timeout"
+
 _CHECKS = field_checks(EngineConfig, Checker(lambda name, reason: ConfigError(f"{name} {reason}")))
 
 

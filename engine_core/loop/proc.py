@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, cast
 
+from wavecore.engine_core.api.config import MEMORY_ADVICE
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.request import Request
-from wavecore.transport.errors import WavecoreError
-from wavecore.transport.io.curve import CurveServer
+from wavecore.transport.curve import CurveServer
+from wavecore.transport.errors import WavecoreError, as_wavecore_error
 from wavecore.transport.io.input_pump import AbortIn, AddIn, InputPump, UtilityIn
 from wavecore.transport.io.output_pump import ClientGone, OutputPump, PumpFailed
-from wavecore.transport.processes.child import ChildLife, as_wavecore_error
+from wavecore.transport.processes.child import SupervisedChild
 from wavecore.transport.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class EngineCoreProc:
 
     Args:
         core: the engine.
-        life: this process's tie to its supervisor.
+        child: this process's tie to its supervisor.
         index: of this engine in its deployment.
         resolved: goes to clients in READY.
         input_address, output_address: ipc path, or tcp address with a port or :0.
@@ -58,7 +59,7 @@ class EngineCoreProc:
     def __init__(
         self,
         core: EngineCore,
-        life: ChildLife,
+        child: SupervisedChild,
         *,
         index: int,
         resolved: Mapping[str, Any],
@@ -68,7 +69,7 @@ class EngineCoreProc:
     ) -> None:
         self.core = core
         self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._life, self._progress = life, life.progress
+        self._child, self._progress = child, child.progress
         self._epoch, self._resolved = os.urandom(16), dict(resolved)  # the epoch names this life of the engine
         self._stop_at: float | None = None  # draining: when the rest is aborted
         self._output = OutputPump(
@@ -102,7 +103,7 @@ class EngineCoreProc:
         # What the start allocated lives as long as the process: a full collection need not look at it again.
         gc.collect()
         gc.freeze()
-        self._life.report_ready(
+        self._child.report_ready(
             {
                 "input": self._input.endpoint,
                 "output": self._output.endpoint,
@@ -113,9 +114,9 @@ class EngineCoreProc:
         try:
             self.run_busy_loop()
         except Exception as error:
-            why = self._life.report_failure(error)
-            logger.exception("the engine ends: %s", why.message)
-            self._output.put_dead(why.code, why.message, why.phase, why.rank, why.traceback)
+            cause = self._child.report_failure(error)
+            logger.exception("the engine ends: %s", cause.message)
+            self._output.put_dead(cause.code, cause.message, cause.phase, cause.rank, cause.traceback)
             raise
         finally:
             self._input.stop()
@@ -185,7 +186,7 @@ class EngineCoreProc:
             self._output.put_result(item.client, item.call, error=error)
         except Exception as error:  # a failed call fails its caller, not the engine
             logger.exception("utility call %s failed", item.method)
-            self._output.put_result(item.client, item.call, error=as_wavecore_error(error))
+            self._output.put_result(item.client, item.call, error=as_wavecore_error(error, MEMORY_ADVICE))
         else:
             self._output.put_result(item.client, item.call, value, frames)
 

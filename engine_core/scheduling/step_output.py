@@ -1,7 +1,7 @@
 """Collects what one step tells the clients and makes one `StepTokens` a client, with numpy and no loop over rows.
 
 Two sources: the rows of a step (columns already) and single events (errors, aborts, deadlines). Extras are sparse: what
-few rows have to say beside their token. Tensors among them are lists of frames, moved to `StepTokens.frames` at the end.
+few rows have to say beside their token. Tensors among them are lists of frames, moved to `StepTokens.frames` at last.
 """
 
 from __future__ import annotations

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
 from wavecore.frontend.client.timer import Timer
+from wavecore.transport.curve import CurveClient
 from wavecore.transport.errors import EngineDead, StartError, WavecoreError
 from wavecore.transport.io.client_pump import ClientPump
-from wavecore.transport.io.curve import CurveClient
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Deployment, EngineEntry
 
 LOOK_SECONDS = 0.25
 BROKEN_LOOK_SECONDS = 0.01  # the supervisor tells within milliseconds why an engine died
 UNREACHABLE_SECONDS = 10.0
-OVER = ("stopped", "failed")  # states in which an engine stays; "dead" waits for its next start
+OVER = ("stopped", "failed")  # states in which an engine stays
 
 
 class DeploymentWatch:
@@ -95,7 +95,7 @@ class DeploymentWatch:
 
     def _find_cause(self, engine: RemoteEngine, epoch: bytes) -> None:
         """Why a connection broke: the engine is dead by deployment.json, or out of reach for too long."""
-        cause = deployment.why_dead(self._runtime_dir, engine.index, epoch, timeout=0)
+        cause = deployment.why_dead(self._runtime_dir, engine.index, epoch)
         if cause is not None:
             self._on_down(engine, epoch, EngineDead(cause.message), EngineState.DOWN)
         elif engine.broken_for > UNREACHABLE_SECONDS:

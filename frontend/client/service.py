@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.config import MEMORY_ADVICE, SLOW_START_ADVICE, EngineConfig
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
@@ -238,7 +238,16 @@ def make_supervisor(config: EngineConfig) -> Supervisor:
     # What a custom op's module is imported by: the paths of this program.
     paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
     return Supervisor(
-        [ChildSpec("engine 0", "wavecore.engine_core", config.to_json(), env=paths)],
+        [
+            ChildSpec(
+                "engine 0",
+                "wavecore.engine_core",
+                config.to_json(),
+                env=paths,
+                memory_advice=MEMORY_ADVICE,
+                slow_start_advice=SLOW_START_ADVICE,
+            )
+        ],
         runtime_dir=config.runtime_dir,
         address=config.address,
         limits=Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout),

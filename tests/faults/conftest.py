@@ -203,7 +203,7 @@ def deploy(tmp_path: Path) -> Deploy:
 @pytest.fixture(autouse=True)
 def short_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine is restarted after 0.1 s instead of 1, 2, 4 ...; the delays have tests of their own."""
-    monkeypatch.setattr("wavecore.transport.processes.restarts.MAX_DELAY", 0.1)
+    monkeypatch.setattr("wavecore.transport.processes.engine_process.MAX_DELAY", 0.1)
 
 
 @pytest.fixture(scope="session", autouse=True)

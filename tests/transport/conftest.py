@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import zmq
 
+from wavecore.transport.curve import CurveClient
 from wavecore.transport.io.client_pump import ClientPump, Disconnected, Event, Reconnected
-from wavecore.transport.io.curve import CurveClient
 from wavecore.transport.io.sockets import make_context, make_socket
 from wavecore.transport.wire.messages import Abort, Add, Ready, Result, Step, Utility
 from wavecore.transport.wire.tensors import from_numpy, to_numpy

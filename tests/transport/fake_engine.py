@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.io.client_stream import Limits
-from wavecore.transport.io.curve import CurveServer
 from wavecore.transport.io.input_pump import AbortIn, AddIn, InputPump, UtilityIn
 from wavecore.transport.io.output_pump import ClientGone, Counters, OutputPump, PumpFailed
 from wavecore.transport.wire.messages import Add, FinishReason, StepTokens

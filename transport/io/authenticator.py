@@ -13,19 +13,19 @@ import time
 import zmq
 from zmq.utils import z85
 
+from wavecore.transport.curve import CurveClient, CurveServer, KeyPair
 from wavecore.transport.errors import StartError
 from wavecore.transport.io.complaints import Complaints
-from wavecore.transport.io.curve import CurveClient, CurveServer, KeyPair
 from wavecore.transport.io.sockets import (
     LINGER_MS,
     ZAP_DOMAIN,
     ZAP_ENDPOINT,
     Monitor,
-    Waker,
     endpoint_of,
     make_context,
     make_socket,
 )
+from wavecore.transport.waker import Waker
 
 SELF_TEST_SECONDS = 20.0
 

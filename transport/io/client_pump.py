@@ -16,10 +16,11 @@ from collections.abc import Callable
 
 import zmq
 
+from wavecore.transport.curve import CurveClient
 from wavecore.transport.errors import EngineDead
 from wavecore.transport.io.connection import ClientLink, Disconnected, Event, Failed, Reconnected
-from wavecore.transport.io.curve import CurveClient
-from wavecore.transport.io.sockets import Waker, check_address, make_context
+from wavecore.transport.io.sockets import check_address, make_context
+from wavecore.transport.waker import Waker
 from wavecore.transport.wire.messages import Abort, Add, Utility
 
 __all__ = ["ClientPump", "Disconnected", "Event", "Failed", "Reconnected"]

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 import zmq
 
+from wavecore.transport.curve import CurveClient
 from wavecore.transport.errors import EngineDead, MessageTooLarge, Overloaded, ProtocolError
 from wavecore.transport.io.complaints import Complaints
-from wavecore.transport.io.curve import CurveClient
 from wavecore.transport.io.sockets import Monitor, make_socket
 from wavecore.transport.wire.codec import Frames, decode, encode, total_bytes
 from wavecore.transport.wire.delivery import Inbox, Outbox

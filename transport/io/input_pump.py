@@ -15,12 +15,12 @@ from typing import Any
 
 import zmq
 
+from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import Overloaded, ProtocolError, WavecoreError
 from wavecore.transport.io.authenticator import Endpoint
 from wavecore.transport.io.complaints import Complaints
-from wavecore.transport.io.curve import CurveServer
 from wavecore.transport.io.output_pump import OutputPump, PumpFailed, UpStream
-from wavecore.transport.io.sockets import Waker
+from wavecore.transport.waker import Waker
 from wavecore.transport.wire.codec import decode, total_bytes
 from wavecore.transport.wire.messages import U32, Abort, Add, FinishReason, Utility
 from wavecore.transport.wire.step_tokens import finish_rows

@@ -24,12 +24,12 @@ from typing import Any
 
 import zmq
 
+from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import Overloaded, ProtocolError, WavecoreError
 from wavecore.transport.io.client_stream import ClientState, Limits
 from wavecore.transport.io.complaints import Complaints
-from wavecore.transport.io.curve import CurveServer
 from wavecore.transport.io.router import Router, Sent
-from wavecore.transport.io.sockets import Waker
+from wavecore.transport.waker import Waker
 from wavecore.transport.wire.codec import Frames, encode
 from wavecore.transport.wire.delivery import Inbox
 from wavecore.transport.wire.messages import Bye, Dead, Gone, Heartbeat, Hello, Ping, Ready, StepTokens, TensorFrame

@@ -7,10 +7,10 @@ from enum import Enum, auto
 
 import zmq
 
+from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import ProtocolError
 from wavecore.transport.io.authenticator import Endpoint
 from wavecore.transport.io.complaints import Complaints
-from wavecore.transport.io.curve import CurveServer
 from wavecore.transport.wire.codec import Frames, decode
 from wavecore.transport.wire.messages import Bye, Hello, Ping
 

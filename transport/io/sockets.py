@@ -1,80 +1,33 @@
 """Every socket of the project is made here, with the same bounded options. Knows no message.
 
-Addresses are `ipc:///absolute/path` (in a directory that only the owner can enter) or `tcp://HOST:PORT` with CURVE.
 A socket is used by one thread only; a context is shared. The thread that starts the owner may create the socket.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import re
-import socket as net
-import threading
-from dataclasses import dataclass
-
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from wavecore.transport.errors import ConfigError, ResourceError, StartError
-from wavecore.transport.io.curve import CurveClient, CurveServer
+from wavecore.transport.addresses import parse_address
+from wavecore.transport.curve import CurveClient, CurveServer
+from wavecore.transport.errors import RESOURCE_ERRNOS, ConfigError, ResourceError, StartError
 from wavecore.transport.wire.codec import MAX_FRAME_BYTES
 
 HIGH_WATER_MARK = 1000
 LINGER_MS = 2000
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks whether a CURVE key may enter
 ZAP_DOMAIN = b"wavecore"
-_OUT_OF_RESOURCES = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-MAX_IPC_PATH = 107  # sizeof(sockaddr_un.sun_path) - 1
 
 if zmq.zmq_version_info() < (4, 3, 5):
     raise ImportError(f"libzmq {zmq.zmq_version()} has known holes; 4.3.5 is the least: pip install 'pyzmq>=27'")
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """A checked endpoint: `ipc` with a path, or `tcp` with a host and a port (0 = the kernel chooses)."""
-
-    text: str
-    is_tcp: bool
-
-
-def parse_address(text: str) -> Address:
-    """Check an endpoint.
-
-    Raises:
-        ConfigError: another transport, a relative or too long path, a wildcard or unknown host, no port.
-    """
-    if text == ZAP_ENDPOINT:
-        return Address(text, is_tcp=False)
-    if text.startswith("ipc://"):
-        path = text.removeprefix("ipc://")
-        if not path.startswith("/"):
-            raise ConfigError(f"address {text!r}: an ipc path must be absolute")
-        if len(os.fsencode(path)) > MAX_IPC_PATH:
-            raise ConfigError(
-                f"address {text!r}: the path has {len(os.fsencode(path))} bytes, the system allows {MAX_IPC_PATH}: "
-                "choose a shorter runtime directory"
-            )
-        return Address(text, is_tcp=False)
-    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})", text)
-    if match is None or int(match[2]) > 65535:
-        raise ConfigError(f"address {text!r}: expected ipc:///path or tcp://HOST:PORT with one named interface")
-    try:
-        found = net.getaddrinfo(match[1].strip("[]"), None, type=net.SOCK_STREAM)
-    except (net.gaierror, UnicodeError) as error:
-        raise ConfigError(f"address {text!r}: {error}") from None
-    if any(info[4][0] in ("0.0.0.0", "::") for info in found):
-        raise ConfigError(f"address {text!r} means every interface: name the one that the clients use")
-    return Address(text, is_tcp=True)
-
-
-def check_address(text: str, curve: CurveServer | CurveClient | None) -> Address:
+def check_address(address: str, curve: CurveServer | CurveClient | None) -> str:
     """`parse_address`, and refuse tcp without keys."""
-    address = parse_address(text)
-    if address.is_tcp and curve is None:
-        raise ConfigError(f"address {text!r}: tcp needs CURVE keys; without them anyone on the network is a client")
-    return address
+    kind = parse_address(address)
+    if kind == "tcp" and curve is None:
+        raise ConfigError(f"address {address!r}: tcp needs CURVE keys; without them anyone on the network is a client")
+    return kind
 
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -100,11 +53,11 @@ def make_socket(
         ResourceError: the port is taken, or the process has no descriptor left.
         StartError: the address cannot be bound for another reason.
     """
-    parsed = check_address(address, curve)
+    address_kind = "inproc" if address == ZAP_ENDPOINT else check_address(address, curve)
     socket = context.socket(kind)
     try:
         _bound(socket)
-        if parsed.is_tcp:
+        if address_kind == "tcp":
             _keep_alive(socket)
         if identity is not None:
             socket.setsockopt(zmq.IDENTITY, identity)
@@ -122,7 +75,7 @@ def make_socket(
             socket.connect(address)
     except zmq.ZMQError as error:
         socket.close(0)
-        kind_of_error = ResourceError if error.errno in _OUT_OF_RESOURCES else StartError
+        kind_of_error = ResourceError if error.errno in RESOURCE_ERRNOS else StartError
         raise kind_of_error(f"cannot use {address}: {error.strerror}; is another engine there?") from error
     return socket
 
@@ -185,29 +138,3 @@ class Monitor:
     def close(self) -> None:
         self._socket.disable_monitor()
         self.channel.close(0)
-
-
-class Waker:
-    """Wakes a thread that polls `fd` (an eventfd). Safe from any thread; after `close` it does nothing."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # a late wake must not hit a descriptor that was closed and given to another
-        self._open = True
-
-    def wake(self) -> None:
-        with self._lock:
-            if self._open:
-                os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            return
-
-    def close(self) -> None:
-        with self._lock:
-            if self._open:
-                self._open = False
-                os.close(self.fd)

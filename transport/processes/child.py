@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import errno
 import faulthandler
 import json
 import os
@@ -15,17 +14,17 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from wavecore.transport.errors import ResourceError, WavecoreError
-from wavecore.transport.processes.progress import ProgressPage
+from wavecore.transport.errors import MORE_MEMORY, as_wavecore_error
+from wavecore.transport.processes.deployment import Cause
+from wavecore.transport.processes.stall import ProgressPage
 
 STACKS_SIGNAL = signal.SIGUSR1  # all threads' stacks to stderr, even when native code holds the GIL
-MAX_TEXT = 16384
+MAX_REPORT = 16384  # characters of a message or a traceback
 _PR_SET_PDEATHSIG = 1
 _PHASE_SECONDS = 0.1
-_RESOURCE_ERRNOS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 
 
 def parser(program: str) -> argparse.ArgumentParser:
@@ -36,19 +35,13 @@ def parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True, slots=True)
-class LastWords:
-    """Why a child ends; the fields of messages.Dead."""
+class SupervisedChild:
+    """This process as a supervisor's child. Made once, first thing in the main thread; from here on the child cannot
+    outlive its parent.
 
-    code: str
-    message: str
-    phase: str
-    rank: int
-    traceback: str
-
-
-class ChildLife:
-    """Made once, first thing in a child's main thread. From here on the child cannot outlive its parent.
+    Args:
+        args: of `parser`.
+        memory_advice: told when memory runs out: what to lower or to raise.
 
     Attributes:
         config: the text that the parent gave.
@@ -56,7 +49,7 @@ class ChildLife:
         phase: name of what is being done now.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, memory_advice: str = MORE_MEMORY) -> None:
         # The kernel's own watch works even if the GIL is stuck. It fires when the *thread* that spawned us ends:
         # the supervisor spawns from its own thread, which lives as long as its children.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -70,6 +63,7 @@ class ChildLife:
         for fd in (args.status_fd, args.parent_fd):
             os.set_inheritable(fd, False)
         self.phase = "start"
+        self._memory_advice = memory_advice
         self._status_fd = args.status_fd
         self._lock = threading.Lock()
         self._reported = 0.0
@@ -91,31 +85,22 @@ class ChildLife:
         self.phase = "serve"
         self._say({"ready": dict(values)})
 
-    def report_failure(self, error: BaseException, rank: int = 0) -> LastWords:
-        """Last words: the error as the parent will raise it, and as clients may hear it."""
-        known = as_wavecore_error(error)
+    def report_failure(self, error: BaseException) -> Cause:
+        """The last report of a child that ends: the error as the parent will raise it, and as clients may hear it."""
+        known = as_wavecore_error(error, self._memory_advice)
         text = "".join(traceback.format_exception(error))
-        words = LastWords(known.code, str(known)[:MAX_TEXT], self.phase, rank, text[-MAX_TEXT:])
-        self._say({"failed": asdict(words)})
-        return words
+        cause = Cause(known.code, str(known)[:MAX_REPORT], self.phase, traceback=text[-MAX_REPORT:])
+        self._say({"failed": asdict(cause)})
+        return cause
 
     def _say(self, line: dict[str, Any]) -> None:
         data = json.dumps(line).encode() + b"\n"
-        with self._lock, contextlib.suppress(BrokenPipeError):  # a dead parent hears nothing; its watch ends us
+        with (
+            self._lock,
+            contextlib.suppress(BrokenPipeError),
+        ):  # a dead parent hears nothing, and this process ends soon
             while data:
                 data = data[os.write(self._status_fd, data) :]
-
-
-def as_wavecore_error(error: BaseException) -> WavecoreError:
-    """Any exception as one of the tree: what the machine refused is a ResourceError, a surprise is internal."""
-    if isinstance(error, WavecoreError):
-        return error
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, MemoryError):
-        return ResourceError(f"out of memory ({error}); lower kv_cache_memory_gib or max_num_seqs")
-    if getattr(error, "errno", None) in _RESOURCE_ERRNOS:
-        return ResourceError(text)
-    return WavecoreError(text)
 
 
 def _end_with(parent_fd: int) -> None:

@@ -7,7 +7,6 @@ the supervisor is gone: `read` asks the lock that lives exactly as long as the s
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -48,7 +47,8 @@ class EngineEntry:
     """One engine.
 
     Attributes:
-        state: starting, ready, draining, dead (waits for its next start), restarting, stopped, failed (stays down).
+        state: starting, ready, draining, waiting (it died and waits for its next start), restarting, stopped, failed
+            (stays down), or dead (with its supervisor).
         epoch: hex of the life that `state` speaks of; empty until ready.
         input, output: endpoints; kept over restarts.
         server_key: CURVE public key, empty on ipc.
@@ -99,7 +99,7 @@ def overall(engines: tuple[EngineEntry, ...]) -> str:
     states = {e.state for e in engines}
     if "starting" in states:
         return "starting"
-    return next(iter(states)) if len(states) == 1 and not states & {"dead", "restarting"} else "degraded"
+    return next(iter(states)) if len(states) == 1 and not states & {"waiting", "restarting"} else "degraded"
 
 
 def write(runtime_dir: Path, deployment: Deployment) -> None:
@@ -138,28 +138,22 @@ def read(runtime_dir: str | Path) -> Deployment:
     return replace(deployment, state="dead", engines=engines)
 
 
-def why_dead(runtime_dir: str | Path, index: int, epoch: bytes, timeout: float = 1.0) -> Cause | None:
-    """The cause of death of the life `epoch` of an engine, None if that life still is well after `timeout` seconds.
+def why_dead(runtime_dir: str | Path, index: int, epoch: bytes) -> Cause | None:
+    """The cause of death of the life `epoch` of an engine; None while that life is well.
 
-    For a client whose connection broke: the supervisor writes the cause within milliseconds, but maybe after the
-    client noticed, so this looks again every 5 ms.
+    For a client whose connection broke. The supervisor writes the cause within milliseconds, but maybe after the
+    client noticed: look again.
     """
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            entry = next((e for e in read(runtime_dir).engines if e.index == index), None)
-        except StartError:
-            return Cause(
-                "engine_dead", f"the deployment in {runtime_dir} was stopped; what it had not finished is lost"
-            )
-        if entry is None or entry.epoch != epoch.hex() or entry.state in ("dead", "restarting", "failed", "stopped"):
-            if entry is not None and entry.cause is not None:
-                return entry.cause
-            what = "stopped" if entry is None or entry.state == "stopped" else "restarted"
-            return Cause("engine_dead", f"engine {index} was {what}; what it had accepted and not finished is lost")
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.005)
+    try:
+        entry = next((e for e in read(runtime_dir).engines if e.index == index), None)
+    except StartError:
+        return Cause("engine_dead", f"the deployment in {runtime_dir} was stopped; what it had not finished is lost")
+    if entry is not None and entry.epoch == epoch.hex() and entry.state in ("starting", "ready", "draining"):
+        return None
+    if entry is not None and entry.cause is not None:
+        return entry.cause
+    what = "stopped" if entry is None or entry.state == "stopped" else "restarted"
+    return Cause("engine_dead", f"engine {index} was {what}; what it had accepted and not finished is lost")
 
 
 def _entry(values: dict[str, Any]) -> EngineEntry:

@@ -1,4 +1,4 @@
-"""One supervised child through its lives: spawned, ready, dead, spawned again after a pause, or given up."""
+"""One engine's process through its lives: spawned, ready, ended, spawned again after a pause, or given up."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import logging
 import selectors
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wavecore.transport.errors import RequestError, StartError, WavecoreError, from_code
 from wavecore.transport.processes.child import STACKS_SIGNAL
-from wavecore.transport.processes.death import explain
 from wavecore.transport.processes.deployment import Cause, EngineEntry
 from wavecore.transport.processes.process import Child, ChildSpec, LineReader
-from wavecore.transport.processes.restarts import Backoff
 from wavecore.transport.processes.stall import StallWatch
 
-log = logging.getLogger(__name__)
+WINDOW_SECONDS = 600.0
+MAX_DEATHS = 5
+MAX_DELAY = 60.0
 _LAST_READS = 64
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,28 @@ class Limits:
     grace: float = 5.0
 
 
-class Supervised:
+class Backoff:
+    """Delays 1, 2, 4 ... 60 s; MAX_DEATHS deaths within WINDOW_SECONDS mean that the child stays down."""
+
+    def __init__(self) -> None:
+        self._deaths: deque[float] = deque()
+        self._streak = 0
+
+    def died(self, now: float) -> float | None:
+        """Record a death at `now` (monotonic seconds); the delay before the next start, None for never."""
+        if not self._deaths or now - self._deaths[-1] > WINDOW_SECONDS:
+            self._streak = 0
+        self._deaths.append(now)
+        while now - self._deaths[0] > WINDOW_SECONDS:
+            self._deaths.popleft()
+        if len(self._deaths) >= MAX_DEATHS:
+            return None
+        delay = min(MAX_DELAY, 2.0**self._streak)
+        self._streak += 1
+        return delay
+
+
+class EngineProcess:
     """Owned by the supervisor's thread.
 
     Args:
@@ -84,8 +109,9 @@ class Supervised:
         self._backoff = Backoff()
         self._child: Child | None = None
         self._stall: StallWatch | None = None
-        self._verdict: Cause | None = None  # why we are about to kill it
-        self._words: dict[str, Any] | None = None  # its own last words
+        self._pipes: tuple[tuple[LineReader, Callable[[str], None]], ...] = ()
+        self._reported: Cause | None = None  # what it said of its own end
+        self._kill_reason: Cause | None = None  # why the supervisor ends it
         self._phase = "start"
         self._was_ready = self._stopping = False
         self._spawn_at: float | None = None
@@ -97,17 +123,20 @@ class Supervised:
         ours = self.entry
         argv = ["--index", str(ours.index), "--runtime-dir", str(self._dir)]
         argv += ["--input", ours.input or self._bind("in"), "--output", ours.output or self._bind("out")]
-        self._spawn_at = self._kill_at = self._verdict = self._words = None
+        self._spawn_at = self._kill_at = self._reported = self._kill_reason = None
         self._phase = "start"
         try:
             child = self._child = Child(self._spec, argv)
         except OSError as error:  # no descriptors, memory or process ids just now
             self._died(Cause("resource", f"{self._spec.name} could not be started: {error}", self._phase))
             return
-        self._status, self._output = LineReader(child.status_fd), LineReader(child.log_fd)
-        self._selector.register(child.pidfd, selectors.EVENT_READ, self.on_end)
-        self._selector.register(child.status_fd, selectors.EVENT_READ, self.on_status)
-        self._selector.register(child.log_fd, selectors.EVENT_READ, self.on_log)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, self._on_end)
+        self._pipes = (
+            (LineReader(child.status_fd), self._on_status),
+            (LineReader(child.log_fd), self._on_output),
+        )
+        for lines, on_line in self._pipes:
+            self._selector.register(lines.fd, selectors.EVENT_READ, partial(self._read, lines, on_line))
         self._ready_by = time.monotonic() + self._limits.ready
         self.entry = replace(ours, pid=child.pid, state="restarting" if self._was_ready else "starting")
 
@@ -143,41 +172,34 @@ class Supervised:
                 self._child.kill()
         elif self._ready_by is not None:
             if now >= self._ready_by:
+                advice = f"{self._spec.slow_start_advice}, or " if self._spec.slow_start_advice else ""
                 what = f"was not ready after {self._limits.ready:g} s (phase: {self._phase})"
-                self._condemn("start", f"{what}; raise ready_timeout, or see its last output for what it waits for")
+                self._kill_stuck("start", f"{what}; {advice}see its last output for what it waits for")
         elif self._stall is not None and (why := self._stall.tick()):
-            self._condemn("stuck", f"was stuck and has been ended: {why}")
+            self._kill_stuck("stuck", f"was stuck and has been ended: {why}")
 
-    def on_status(self) -> None:
-        if self._child is None:
+    def _read(self, lines: LineReader, on_line: Callable[[str], None]) -> None:
+        """One of the child's pipes has something to read, or is at its end."""
+        if self._child is None:  # it ended in the same turn of the selector
             return
-        lines = self._status.read()
-        if lines is None:
-            self._selector.unregister(self._child.status_fd)
-        for line in lines or ():
-            self._hear(line)
+        texts = lines.read()
+        if texts is None:
+            self._selector.unregister(lines.fd)
+        for text in texts or ():
+            on_line(text)
 
-    def on_log(self) -> None:
-        if self._child is None:
-            return
-        lines = self._output.read()
-        if lines is None:
-            self._selector.unregister(self._child.log_fd)
-        for line in lines or ():
-            self._on_output(line)
-
-    def on_end(self) -> None:
+    def _on_end(self) -> None:
         """The child's process is gone."""
         child = self._child
         if child is None:
             return
         child.kill()  # what it started ends with it, and lets go of the pipes
-        for fd, read in ((child.status_fd, self.on_status), (child.log_fd, self.on_log)):
+        for lines, on_line in self._pipes:
             for _ in range(_LAST_READS):  # bounded: a stray descendant may go on writing
-                if fd in self._selector.get_map() and _has_data(fd):
-                    read()
-            if fd in self._selector.get_map():
-                self._selector.unregister(fd)
+                if lines.fd in self._selector.get_map() and _has_data(lines.fd):
+                    self._read(lines, on_line)
+            if lines.fd in self._selector.get_map():
+                self._selector.unregister(lines.fd)
         self._selector.unregister(child.pidfd)
         returncode = child.reap()
         self._child = self._stall = self._ready_by = None
@@ -195,23 +217,23 @@ class Supervised:
             return
         delay = self._backoff.died(time.monotonic())
         then = "stays down" if delay is None else f"is started again in {delay:g} s"
-        log.error("%s ended and %s: %s", self._spec.name, then, cause.message)
-        self.entry = replace(self.entry, state="failed" if delay is None else "dead", cause=cause)
-        if self._words is not None and cause.phase == "bind":  # its port was taken meanwhile: take a new one
+        logger.error("%s ended and %s: %s", self._spec.name, then, cause.message)
+        self.entry = replace(self.entry, state="failed" if delay is None else "waiting", cause=cause)
+        if self._reported is not None and cause.phase == "bind":  # its port was taken meanwhile: take a new one
             self.entry = replace(self.entry, input="", output="")
         if delay is not None:
             self._spawn_at = time.monotonic() + delay
 
-    def _hear(self, line: str) -> None:
+    def _on_status(self, line: str) -> None:
         try:
             said: dict[str, Any] = json.loads(line)
-        except ValueError:  # killed in the middle of a word
+        except ValueError:  # killed in the middle of a line
             return
         if "phase" in said:
             self._phase = said["phase"]
             self._on_phase(self.entry.index, said["phase"], said["fraction"])
         elif "failed" in said:
-            self._words = said["failed"]
+            self._reported = Cause(**said["failed"])
         elif (ready := said.get("ready")) and self._child is not None:
             self._phase, self._ready_by, self._was_ready = "serve", None, True
             self.resolved = ready["resolved"]
@@ -226,24 +248,21 @@ class Supervised:
                 cause=None,
             )
 
-    def _condemn(self, code: str, what: str) -> None:
+    def _kill_stuck(self, code: str, what: str) -> None:
         """Take down the stacks of all threads, then, in the next tick, the process."""
         assert self._child is not None
         message = f"{self._spec.name} (pid {self._child.pid}) {what}"
-        log.error("%s", message)
-        self._verdict = Cause(code, message, self._phase)
+        logger.error("%s", message)
+        self._kill_reason = Cause(code, message, self._phase)
         self._child.signal(STACKS_SIGNAL)
         self._kill_at = time.monotonic()
 
     def _cause(self, child: Child, returncode: int) -> Cause:
-        tail = tuple(self._output.tail)
-        if self._words is not None:
-            cause = Cause(**self._words)
-        elif self._verdict is not None:
-            cause = self._verdict
-        else:
-            message = explain(self._spec.name, child.pid, returncode, tail, child.oom_kills)
-            cause = Cause("signal" if returncode < 0 else "exit", message, self._phase)
+        tail = tuple(self._pipes[1][0].tail)
+        cause = self._reported or self._kill_reason
+        if cause is None:
+            kind = "signal" if returncode < 0 else "exit"
+            cause = Cause(kind, child.explain_end(returncode, tail), self._phase)
         return replace(cause, signal=max(0, -returncode), status=max(-1, returncode), log_tail=tail)
 
     def _bind(self, which: str) -> str:

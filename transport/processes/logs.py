@@ -17,7 +17,7 @@ from typing import TextIO
 import setproctitle
 
 FORMAT = "%(asctime)s %(levelname)s [%(process)d {process}] %(name)s: %(message)s"
-MAX_LINE = 4096
+MAX_LINE = 4096  # characters
 
 
 def set_up(process: str, level: int = logging.INFO) -> LineWriter:

@@ -1,4 +1,4 @@
-"""One child process: spawned from a module name, watched by pidfd, heard through two pipes.
+"""One child process: spawned from a module name, watched by pidfd, heard through two pipes, its end explained.
 
 Not multiprocessing: no fork of a process that holds threads, and no re-import of the user's `__main__`, so plain
 scripts and notebooks work. The config travels on an inherited descriptor, so no secret is in argv or the environment.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,13 +17,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wavecore.transport.processes.death import oom_kills
-from wavecore.transport.processes.progress import ProgressPage
+from wavecore.transport.errors import MORE_MEMORY
+from wavecore.transport.processes.stall import ProgressPage
 
 TAIL_LINES = 100
-MAX_LINE = 2000
+TAIL_LINE_CHARS = 2000
 _CHUNK = 1 << 16
 _MAX_UNENDED = 1 << 20
+_SIGNALS = {
+    signal.SIGILL: "it ran an instruction that this CPU lacks: a wheel built for a newer CPU",
+    signal.SIGBUS: "a mapped file shrank or shared memory is full: check the model files and /dev/shm",
+    signal.SIGSEGV: "native code crashed; the stack, if any, is in its last output",
+    signal.SIGABRT: "native code gave up; its reason, if any, is in its last output",
+    signal.SIGTERM: "somebody asked it to end",
+    signal.SIGINT: "somebody interrupted it",
+}
+_LIBRARY = re.compile(r"(?:error while loading shared libraries: )?(\S+\.so[.\d]*): cannot open shared object file")
+_MODULE = re.compile(r"ModuleNotFoundError: No module named '([^']+)'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +45,20 @@ class ChildSpec:
         module: run as `python -m module`.
         config: text that the child reads first, usually JSON.
         env: added to the environment.
+        memory_advice, slow_start_advice: told when memory runs out and when it is not ready in time: what to change,
+            in the words of whoever made the config.
     """
 
     name: str
     module: str
     config: str
     env: Mapping[str, str] = field(default_factory=dict)
+    memory_advice: str = MORE_MEMORY
+    slow_start_advice: str = ""
 
 
 class Child:
-    """A running child. Owned by the thread that made it; ends at latest with that thread (see child.ChildLife).
+    """A running child. Owned by the thread that made it, and ends with that thread (see child.SupervisedChild).
 
     Args:
         spec: what to run.
@@ -53,12 +68,11 @@ class Child:
         pid: of the child, also its process group and session.
         pidfd: readable when it has ended.
         status_fd, log_fd: non-blocking read ends: status lines; standard output and error together.
-        progress: see transport.progress.
-        oom_kills: the kernel's count at the start, to tell later whether memory ran out.
+        progress: see stall.ProgressPage.
     """
 
     def __init__(self, spec: ChildSpec, argv: Sequence[str] = ()) -> None:
-        self.oom_kills = oom_kills()
+        self._spec, self._oom_kills = spec, oom_kills()
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             config = _give(theirs, os.memfd_create("wavecore-config"))
             os.write(config, spec.config.encode())
@@ -105,19 +119,28 @@ class Child:
         self._ours.close()
         return code
 
+    def explain_end(self, returncode: int, output: Sequence[str]) -> str:
+        """One or two sentences about a child that ended without a report of its own.
+
+        Args:
+            returncode: of `reap`.
+            output: its last lines.
+        """
+        return explain_end(self._spec, self.pid, returncode, output, self._oom_kills)
+
 
 class LineReader:
     """Cuts what a non-blocking pipe gives into lines; remembers the last ones."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
         self._rest = b""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def read(self) -> list[str] | None:
         """The lines that arrived, None at the end of the pipe (a last line without its newline is given first)."""
         try:
-            data = os.read(self._fd, _CHUNK)
+            data = os.read(self.fd, _CHUNK)
         except BlockingIOError:
             return []
         if not data and not self._rest:
@@ -128,7 +151,7 @@ class LineReader:
             lines, rest = [*lines, rest], b""
         self._rest = rest
         texts = [line.decode(errors="replace") for line in lines if line]
-        self.tail.extend(text[:MAX_LINE] for text in texts)
+        self.tail.extend(text[:TAIL_LINE_CHARS] for text in texts)
         return texts
 
 
@@ -151,3 +174,42 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     if root.name not in ("site-packages", "dist-packages"):  # those are on the path already, behind the stdlib
         env["PYTHONPATH"] = os.pathsep.join(p for p in (str(root), env.get("PYTHONPATH", "")) if p)
     return env
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for lack of memory since boot; 0 where it does not say."""
+    try:
+        text = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+
+
+def explain_end(spec: ChildSpec, pid: int, returncode: int, output: Sequence[str], oom_kills_before: int) -> str:
+    """See `Child.explain_end`; `oom_kills_before` = `oom_kills()` when it was started."""
+    if returncode >= 0:
+        return f"{spec.name} (pid {pid}) exited with status {returncode}{_hint(output)}"
+    number = -returncode
+    what = f"{spec.name} (pid {pid}) was ended by signal {number} ({_signal_name(number)})"
+    if number == signal.SIGKILL:
+        if oom_kills() > oom_kills_before:
+            return f"{what}: the kernel ran out of memory and killed it; {spec.memory_advice}"
+        return f"{what}: somebody killed it, or a container's memory limit did (see dmesg and the container's events)"
+    return f"{what}: {_SIGNALS[signal.Signals(number)]}" if number in _SIGNALS else what
+
+
+def _hint(output: Sequence[str]) -> str:
+    text = "\n".join(output)
+    if found := _LIBRARY.search(text):
+        return f": the library {found[1]} is missing or not on the loader's path (LD_LIBRARY_PATH)"
+    if found := _MODULE.search(text):
+        return f": the Python package {found[1]} is not installed for the interpreter that started it"
+    last = next((line for line in reversed(output) if line.strip()), "")
+    return f"; its last line was: {last[:300]}" if last else " without a word"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"

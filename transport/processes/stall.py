@@ -1,27 +1,82 @@
 """Is a child stuck? It is when it has work and neither moves nor computes.
 
-Time alone cannot tell a hang from a long prefill, a starved core or a debugger, so what the kernel says about the
-child's threads counts too: a thread that runs, waits for a core or reads a disk is alive. Such a child gets
-`step_seconds`; one whose threads all sleep gets `idle_seconds`. Ticks are counted, not seconds, so a supervisor that
-was itself stopped or starved does not blame the child for the gap.
+The child's main loop tells by a page of shared memory whether there is work and whether it moves. Time alone cannot
+tell a hang from a long prefill, a starved core or a debugger, so what the kernel says about the child's threads counts
+too: a thread that runs, waits for a core or reads a disk is alive. Such a child gets `step_seconds`; one whose threads
+all sleep gets `idle_seconds`. Ticks are counted, not seconds, so a supervisor that was itself stopped or starved does
+not blame the child for the gap.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
 import psutil
 
-from wavecore.transport.processes.progress import ProgressPage
-
 TICK_SECONDS = 0.5
 COMPUTING_SHARE = 0.05  # of one core; a hung process still sends a heartbeat now and then
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+_BEATS, _BUSY, _FIRST_HELPER = 0, 1, 2
+_MAX_HELPERS = 16
+
+
+class ProgressPage:
+    """Words of 8 bytes: beats, busy, then the thread ids whose CPU time says nothing about progress.
+
+    The child writes, its supervisor reads. A write costs well under a microsecond and needs neither a thread nor the
+    GIL to be seen, so what the loop did last is known even of a child that hangs inside native code.
+
+    Args:
+        fd: a file of at least one page, usually a memfd; the page keeps its own mapping and not the descriptor.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, mmap.PAGESIZE)
+        self._words = memoryview(self._map).cast("Q")
+
+    @staticmethod
+    def create_fd() -> int:
+        """An anonymous file for one page; it has no name, so nothing can be left behind."""
+        fd = os.memfd_create("wavecore-progress")
+        os.ftruncate(fd, mmap.PAGESIZE)
+        return fd
+
+    def beat(self) -> None:
+        """Something got done."""
+        self._words[_BEATS] += 1
+
+    def busy(self, busy: bool) -> None:
+        """Whether there is work that should move; an idle child is never stuck."""
+        self._words[_BUSY] = busy
+
+    def helper(self, thread_id: int) -> None:
+        """Do not count a thread (native id) as computing: IO threads run on while the main loop hangs."""
+        for i in range(_FIRST_HELPER, _FIRST_HELPER + _MAX_HELPERS):
+            if not self._words[i]:
+                self._words[i] = thread_id
+                return
+
+    @property
+    def beats(self) -> int:
+        return self._words[_BEATS]
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._words[_BUSY])
+
+    @property
+    def helpers(self) -> set[int]:
+        return set(self._words[_FIRST_HELPER : _FIRST_HELPER + _MAX_HELPERS]) - {0}
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
 
 
 class StallWatch:
-    """Judges one child, one `tick` every TICK_SECONDS.
+    """Watches one child, one `tick` every TICK_SECONDS.
 
     Args:
         pid: the child.
@@ -40,7 +95,7 @@ class StallWatch:
 
     def tick(self) -> str | None:
         """None, or why the child counts as stuck."""
-        stopped = _state(Path(f"/proc/{self._pid}/stat")) in ("T", "t")
+        stopped = _read_stat(Path(f"/proc/{self._pid}/stat"))[1] in ("T", "t")
         if not stopped and (not self._page.is_busy or self._page.beats != self._beats):
             self._beats = self._page.beats
             self._idle = self._computing = 0
@@ -88,10 +143,6 @@ def _tasks(pid: int) -> list[Path]:
         return list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return []
-
-
-def _state(path: Path) -> str:
-    return _read_stat(path)[1]
 
 
 def _run_seconds(task: Path) -> float:

@@ -1,11 +1,11 @@
 """Starts, watches, restarts and stops the engines of one host. Embedded by `LLM`, `wavecore engine` and launchers.
 
-One thread owns the children: it spawns them (they die with it, see child.ChildLife), hears their status and log pipes,
-sees their end by pidfd within a millisecond, and writes `deployment.json` before anybody else learns of a change.
-Knows nothing of engines but the lines on the status pipe:
+One thread owns the children: it spawns them (they die with it, see child.SupervisedChild), reads their status and log
+pipes, sees their end by pidfd within a millisecond, and writes `deployment.json` before anybody else learns of a
+change. All that it knows of engines are the lines on the status pipe:
     {"phase": str, "fraction": float}    while starting; "bind" is the phase that takes the addresses
     {"ready": {"input", "output", "epoch", "resolved"}}
-    {"failed": {"code", "message", "phase", "rank", "traceback"}}    last words
+    {"failed": fields of deployment.Cause}    the last line of a child that ends on an error
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from wavecore.transport.errors import EngineDead, StartError, WavecoreError
-from wavecore.transport.io import curve
-from wavecore.transport.io.interface import check_interface
+from wavecore.transport import curve
+from wavecore.transport.addresses import check_interface
+from wavecore.transport.errors import EngineDead, StartError, WavecoreError, as_wavecore_error
 from wavecore.transport.processes import deployment
-from wavecore.transport.processes.child import as_wavecore_error
 from wavecore.transport.processes.deployment import Deployment
-from wavecore.transport.processes.engine_process import Limits, Supervised
+from wavecore.transport.processes.engine_process import EngineProcess, Limits
 from wavecore.transport.processes.logs import LineWriter
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.runtime_dir import RuntimeDir
 from wavecore.transport.processes.stall import TICK_SECONDS
+from wavecore.transport.waker import Waker
 
 __all__ = ["ChildSpec", "Limits", "Supervisor"]
 
-log = logging.getLogger(__name__)
 SIGNALS = {
     signal.SIGTERM: "SIGTERM",
     signal.SIGINT: "SIGINT (Ctrl-C)",
     signal.SIGHUP: "SIGHUP (the terminal was closed)",
 }
 Progress = Callable[[int, str, float], None]
+
+logger = logging.getLogger(__name__)
 
 
 class Supervisor:
@@ -81,9 +82,7 @@ class Supervisor:
         self._failure: WavecoreError | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        # The lock keeps a late request_stop from writing to a descriptor that is somebody else's by now. Re-entrant,
-        # because a signal handler may interrupt the thread that holds it.
-        self._wake, self._wake_lock = -1, threading.RLock()
+        self._waker: Waker | None = None
 
     @property
     def runtime_dir(self) -> Path | None:
@@ -109,8 +108,8 @@ class Supervisor:
         if self._thread is not None:
             raise StartError("this supervisor was started before; make a new one")
         self._dir = RuntimeDir(self._where)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, args=(self._dir,), name="supervisor", daemon=True)
+        self._waker = Waker()
+        self._thread = threading.Thread(target=self._run, args=(self._dir, self._waker), name="supervisor", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a script that just ends still removes the folder
         try:
@@ -130,9 +129,8 @@ class Supervisor:
 
     def _request_stop(self, drain: float, why: str = "") -> None:
         self._stops.put((drain, why))
-        with self._wake_lock:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
+        if self._waker is not None:
+            self._waker.wake()
 
     def stop(self, drain: float = 0.0) -> None:
         """End every child and remove the runtime directory; returns when that is done. Idempotent, from any thread.
@@ -206,36 +204,34 @@ class Supervisor:
 
     # --- the supervisor's thread ------------------------------------------------------------------------------------
 
-    def _run(self, runtime_dir: RuntimeDir) -> None:
+    def _run(self, runtime_dir: RuntimeDir, waker: Waker) -> None:
         output = LineWriter(lambda: sys.stderr)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-            children: list[Supervised] = []
+            selector.register(waker.fd, selectors.EVENT_READ, waker.clear)
+            children: list[EngineProcess] = []
             try:
                 children = self._make(runtime_dir.path, selector, output)
                 self._loop(runtime_dir.path, selector, children)
             except Exception as error:  # ours or the machine's: no process may stay, and start() must hear of it
                 self._failure = self._failure or as_wavecore_error(error)
                 if self._failure is not error:
-                    log.exception("the supervisor failed, and its engines end with it")
+                    logger.exception("the supervisor failed, and its engines end with it")
             finally:
                 for child in children:
                     child.destroy()
                 runtime_dir.remove()
-                with self._wake_lock:
-                    os.close(self._wake)
-                    self._wake = -1
+                waker.close()
                 self._deployment = replace(self._deployment, state="stopped")
                 self._over.set()
                 self._phases.put(None)
                 output.close()
 
-    def _make(self, path: Path, selector: selectors.BaseSelector, output: LineWriter) -> list[Supervised]:
+    def _make(self, path: Path, selector: selectors.BaseSelector, output: LineWriter) -> list[EngineProcess]:
         if self._address:
             check_interface(self._address)
         server_key = curve.create_keys(path / "keys") if self._address else ""
         return [
-            Supervised(
+            EngineProcess(
                 index,
                 spec,
                 runtime_dir=path,
@@ -249,7 +245,7 @@ class Supervisor:
             for index, spec in enumerate(self._specs)
         ]
 
-    def _loop(self, path: Path, selector: selectors.BaseSelector, children: list[Supervised]) -> None:
+    def _loop(self, path: Path, selector: selectors.BaseSelector, children: list[EngineProcess]) -> None:
         started = False
         for child in children:
             child.spawn()
@@ -266,7 +262,7 @@ class Supervisor:
             while not self._stops.empty():
                 drain, why = self._stops.get()
                 if why:  # logged here: a signal handler may have interrupted the log itself
-                    log.warning("stopping%s: %s", "" if drain > 0 else " at once", why)
+                    logger.warning("stopping%s: %s", "" if drain > 0 else " at once", why)
                 for child in children:
                     child.stop(drain)
             if time.monotonic() >= next_tick:
@@ -277,7 +273,7 @@ class Supervisor:
         if not started:
             self._failure = StartError("stopped before every engine was ready")
 
-    def _is_down(self, children: list[Supervised]) -> bool:
+    def _is_down(self, children: list[EngineProcess]) -> bool:
         """The first start failed, or every engine stays down: the cause is kept for `start` or `wait`."""
         failure = next((c.failure for c in children if c.failure is not None), None)
         if failure is None and all(c.entry.state == "failed" for c in children):
@@ -288,7 +284,7 @@ class Supervisor:
             self._over.set()
         return failure is not None
 
-    def _publish(self, path: Path, children: list[Supervised]) -> None:
+    def _publish(self, path: Path, children: list[EngineProcess]) -> None:
         engines = tuple(c.entry for c in children)
         if engines == self._deployment.engines:
             return
@@ -299,7 +295,4 @@ class Supervisor:
         try:
             deployment.write(path, self._deployment)
         except OSError as error:  # a full disk is no reason to stop serving
-            log.warning("cannot write %s: %s; clients cannot attach until this works again", path, error)
-
-    def _on_wake(self) -> None:
-        os.eventfd_read(self._wake)
+            logger.warning("cannot write %s: %s; clients cannot attach until this works again", path, error)

@@ -108,7 +108,7 @@ class FakeDeployment:
     def read(self, runtime_dir: Path) -> Deployment:
         return self.value
 
-    def why_dead(self, runtime_dir: Path, index: int, epoch: bytes, timeout: float) -> Cause | None:
+    def why_dead(self, runtime_dir: Path, index: int, epoch: bytes) -> Cause | None:
         return self.causes.get(epoch)
 
     def set_state(self, state: str) -> None:

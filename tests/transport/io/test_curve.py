@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import zmq
 
+from wavecore.transport.curve import CurveClient, CurveServer, KeyPair, create_keys
 from wavecore.transport.errors import StartError
 from wavecore.transport.io import authenticator
 from wavecore.transport.io.authenticator import Endpoint, Gatekeeper
-from wavecore.transport.io.curve import CurveClient, CurveServer, KeyPair, create_keys
 from wavecore.transport.io.sockets import Monitor, make_context, make_socket
 
 ADDRESS = "tcp://127.0.0.1:0"

@@ -14,9 +14,9 @@ import pytest
 import zmq
 from tests.transport.io.proxy import Proxy
 
+from wavecore.transport.curve import CurveClient, CurveServer, create_keys
 from wavecore.transport.io import connection
 from wavecore.transport.io.client_pump import Disconnected, Reconnected
-from wavecore.transport.io.curve import CurveClient, CurveServer, create_keys
 from wavecore.transport.wire.codec import MAX_FRAME_BYTES
 from wavecore.transport.wire.messages import Ready
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from wavecore.transport.errors import ModelError, StartError
 from wavecore.transport.processes import logs
-from wavecore.transport.processes.child import ChildLife, parser
+from wavecore.transport.processes.child import SupervisedChild, parser
 
 
 def main() -> int:
@@ -25,20 +25,20 @@ def main() -> int:
     for name in ("--index", "--runtime-dir", "--input", "--output"):
         arguments.add_argument(name)
     args = arguments.parse_args()
-    life = ChildLife(args)
-    config = json.loads(life.config)
+    child = SupervisedChild(args)
+    config = json.loads(child.config)
     writer = logs.set_up("fake child")
     do = what_to_do(config)
     logging.getLogger("fake").info("doing %s", do)
-    life.report_phase("load", 0.5)
-    status = fail_while_loading(do, life, args.input)
+    child.report_phase("load", 0.5)
+    status = fail_while_loading(do, child, args.input)
     if status is not None:
         return status
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    report_ready(do, life, args.input, args.output)
-    misbehave_once_ready(do, life, config)
+    report_ready(do, child, args.input, args.output)
+    misbehave_once_ready(do, child, config)
     stop.wait()
     writer.close()
     return 0
@@ -54,16 +54,16 @@ def what_to_do(config: dict[str, Any]) -> str:
     return str(config["do"])
 
 
-def fail_while_loading(do: str, life: ChildLife, input_address: str) -> int | None:
+def fail_while_loading(do: str, child: SupervisedChild, input_address: str) -> int | None:
     """Ways to end before it is ready; the exit status of one that returns, None for a child that goes on."""
     if do == "fail":
-        life.report_failure(ModelError("model.safetensors is truncated"))
+        child.report_failure(ModelError("model.safetensors is truncated"))
         return 4
     if do == "surprise":
         try:
             1 / 0  # noqa: B018
         except ZeroDivisionError as error:
-            life.report_failure(error)
+            child.report_failure(error)
         return 5
     if do == "missing library":
         print("ImportError: libfoo.so.3: cannot open shared object file: No such file or directory", file=sys.stderr)
@@ -72,47 +72,47 @@ def fail_while_loading(do: str, life: ChildLife, input_address: str) -> int | No
         os.kill(os.getpid(), signal.SIGKILL)
     if do == "hang in load":
         threading.Event().wait()
-    if do == "serve on port 5" and input_address.endswith(":5"):  # only its first life gets that port
-        life.report_phase("bind", 0.0)
-        life.report_failure(StartError("port 5 is taken"))
+    if do == "serve on port 5" and input_address.endswith(":5"):  # only its first child gets that port
+        child.report_phase("bind", 0.0)
+        child.report_failure(StartError("port 5 is taken"))
         return 3
     return None
 
 
-def report_ready(do: str, life: ChildLife, input_address: str, output_address: str) -> None:
+def report_ready(do: str, child: SupervisedChild, input_address: str, output_address: str) -> None:
     resolved = {"pid": os.getpid()}
     if do == "grandchild":
         resolved["grandchild"] = subprocess.Popen(["sleep", "600"]).pid
     if do == "serve on port 5":
         input_address = "tcp://127.0.0.1:5"
     epoch = os.urandom(16).hex()
-    life.report_ready({"input": input_address, "output": output_address, "epoch": epoch, "resolved": resolved})
+    child.report_ready({"input": input_address, "output": output_address, "epoch": epoch, "resolved": resolved})
 
 
-def misbehave_once_ready(do: str, life: ChildLife, config: dict[str, Any]) -> None:
+def misbehave_once_ready(do: str, child: SupervisedChild, config: dict[str, Any]) -> None:
     if do == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif do == "hold the GIL":  # stuck: work, and nothing moves
-        life.progress.busy(True)
+        child.progress.busy(True)
         ctypes.PyDLL(None).usleep(600_000_000)
     elif do == "compute":
-        compute(life, config)
+        compute(child, config)
     elif do == "ignore signals":
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         threading.Event().wait()
 
 
-def compute(life: ChildLife, config: dict[str, Any]) -> None:
+def compute(child: SupervisedChild, config: dict[str, Any]) -> None:
     """A long step: no beat, but the CPU works."""
-    life.progress.busy(True)
+    child.progress.busy(True)
     if "core" in config:
         os.sched_setaffinity(0, [config["core"]])
     os.nice(config.get("nice", 0))
     end = time.process_time() + config["seconds"]
     while time.process_time() < end:
         pass
-    life.progress.busy(False)
+    child.progress.busy(False)
 
 
 if __name__ == "__main__":

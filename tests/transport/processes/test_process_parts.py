@@ -1,4 +1,4 @@
-"""The small parts of supervision, without processes: back-off, words for a death, lines, the lock, the log writer."""
+"""The small parts of supervision, without processes: back-off, why a process ended, lines, the lock, the log writer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import pytest
 
 from wavecore.transport.errors import StartError
 from wavecore.transport.processes import deployment, runtime_dir
-from wavecore.transport.processes.death import explain, oom_kills
 from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry
+from wavecore.transport.processes.engine_process import Backoff
 from wavecore.transport.processes.logs import LineWriter
-from wavecore.transport.processes.process import LineReader
-from wavecore.transport.processes.progress import ProgressPage
-from wavecore.transport.processes.restarts import Backoff
+from wavecore.transport.processes.process import ChildSpec, LineReader, explain_end, oom_kills
 from wavecore.transport.processes.runtime_dir import RuntimeDir
-from wavecore.transport.processes.stall import TICK_SECONDS, StallWatch
+from wavecore.transport.processes.stall import TICK_SECONDS, ProgressPage, StallWatch
 
 
 def test_back_off_doubles_and_gives_up_after_five_deaths_in_ten_minutes() -> None:
@@ -35,9 +33,9 @@ def test_back_off_of_slow_starts_grows_to_a_minute_and_is_forgotten_after_a_long
 
 
 @pytest.mark.parametrize(
-    ("returncode", "output", "before", "words"),
+    ("returncode", "output", "before", "reason"),
     [
-        (-9, [], 0, r"signal 9 \(SIGKILL\): the kernel ran out of memory.*Lower kv_cache_memory_gib"),
+        (-9, [], 0, r"signal 9 \(SIGKILL\): the kernel ran out of memory and killed it; buy more"),
         (-9, [], 7, r"signal 9 \(SIGKILL\): somebody killed it"),
         (-11, [], 7, r"signal 11 \(SIGSEGV\): native code crashed"),
         (-4, [], 7, "instruction that this CPU lacks"),
@@ -55,12 +53,13 @@ def test_back_off_of_slow_starts_grows_to_a_minute_and_is_forgotten_after_a_long
     ],
 )
 def test_a_death_is_explained(
-    monkeypatch: pytest.MonkeyPatch, returncode: int, output: list[str], before: int, words: str
+    monkeypatch: pytest.MonkeyPatch, returncode: int, output: list[str], before: int, reason: str
 ) -> None:
-    monkeypatch.setattr("wavecore.transport.processes.death.oom_kills", lambda: 7)
-    text = explain("engine 0", 123, returncode, output, before)
+    monkeypatch.setattr("wavecore.transport.processes.process.oom_kills", lambda: 7)
+    spec = ChildSpec("engine 0", "module", "", memory_advice="buy more")
+    text = explain_end(spec, 123, returncode, output, before)
     assert text.startswith("engine 0 (pid 123) ")
-    assert re.search(words, text), text
+    assert re.search(reason, text), text
 
 
 def test_the_kernels_oom_count_is_a_number() -> None:
@@ -97,7 +96,7 @@ def test_a_line_without_an_end_is_cut() -> None:
 
 
 def test_deployment_round_trips(tmp_path: Path) -> None:
-    entry = EngineEntry(0, "dead", 7, "ab", "ipc://i", "ipc://o", "", Cause("signal", "m", log_tail=("a",)), 2)
+    entry = EngineEntry(0, "waiting", 7, "ab", "ipc://i", "ipc://o", "", Cause("signal", "m", log_tail=("a",)), 2)
     one = Deployment("degraded", 1, (entry,), {"max_model_len": 8}, 3.0)
     assert Deployment.from_json(one.to_json()) == one
 

@@ -112,8 +112,8 @@ def test_kill_is_named_at_once_and_the_engine_comes_back() -> None:
         assert supervisor.runtime_dir is not None
         before = supervisor.deployment().engines[0]
         os.kill(before.pid, signal.SIGKILL)
-        cause = why_dead(supervisor.runtime_dir, 0, bytes.fromhex(before.epoch), timeout=10)
-        assert cause is not None
+        path, epoch = supervisor.runtime_dir, bytes.fromhex(before.epoch)
+        cause = until(lambda: why_dead(path, 0, epoch))
         assert (cause.code, cause.signal) == ("signal", 9)
         assert "signal 9 (SIGKILL)" in cause.message
         assert any("doing serve" in line for line in cause.log_tail)
@@ -133,7 +133,7 @@ def test_what_the_child_started_ends_with_it() -> None:
 
 
 def test_five_deaths_in_ten_minutes_stay_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wavecore.transport.processes.restarts.MAX_DELAY", 0.01)
+    monkeypatch.setattr("wavecore.transport.processes.engine_process.MAX_DELAY", 0.01)
     with started("die") as supervisor:
         with pytest.raises(EngineDead, match=r"stays down.*signal 9") as caught:
             supervisor.wait()
@@ -290,7 +290,7 @@ def test_a_restart_that_cannot_spawn_is_tried_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_restart_whose_port_was_taken_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wavecore.transport.processes.restarts.MAX_DELAY", 0.01)
+    monkeypatch.setattr("wavecore.transport.processes.engine_process.MAX_DELAY", 0.01)
     with Supervisor([spec("serve on port 5")], address="tcp://127.0.0.1", limits=LIMITS) as supervisor:
         supervisor.start()
         os.kill(supervisor.deployment().engines[0].pid, signal.SIGKILL)

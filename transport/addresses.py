@@ -1,0 +1,63 @@
+"""Where an engine listens: `ipc:///absolute/path` or `tcp://HOST:PORT`, checked before anything is bound or loaded.
+
+An ipc path lies in a folder that only its owner can enter; tcp is for engines with CURVE keys.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+from wavecore.transport.errors import ConfigError, ResourceError
+
+MAX_IPC_PATH = 107  # bytes: sizeof(sockaddr_un.sun_path) - 1
+
+
+def parse_address(address: str) -> str:
+    """Check an address and say what it is: "ipc" or "tcp" (port 0: the kernel chooses).
+
+    Raises:
+        ConfigError: another transport, a relative or too long path, a wildcard or unknown host, no port.
+    """
+    if address.startswith("ipc://"):
+        path = address.removeprefix("ipc://")
+        if not path.startswith("/"):
+            raise ConfigError(f"address {address!r}: an ipc path must be absolute")
+        if len(os.fsencode(path)) > MAX_IPC_PATH:
+            raise ConfigError(
+                f"address {address!r}: the path has {len(os.fsencode(path))} bytes, the system allows {MAX_IPC_PATH}: "
+                "choose a shorter runtime directory"
+            )
+        return "ipc"
+    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})", address)
+    if match is None or int(match[2]) > 65535:
+        raise ConfigError(f"address {address!r}: expected ipc:///path or tcp://HOST:PORT with one named interface")
+    try:
+        found = socket.getaddrinfo(match[1].strip("[]"), None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"address {address!r}: {error}") from None
+    if any(info[4][0] in ("0.0.0.0", "::") for info in found):
+        raise ConfigError(f"address {address!r} means every interface: name the one that the clients use")
+    return "tcp"
+
+
+def check_interface(address: str) -> None:
+    """Whether this machine has the interface "tcp://HOST", before minutes are spent on loading a model.
+
+    Raises:
+        ConfigError: not of that form, or it means every interface.
+        ResourceError: the machine has no such interface.
+    """
+    if not address.startswith("tcp://"):
+        raise ConfigError(f"address {address!r}: expected tcp://HOST (one interface), or nothing for ipc")
+    parse_address(f"{address}:0")
+    host = address.removeprefix("tcp://").strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise ResourceError(
+            f"address {address}: {error}; name an interface of this machine (see `ip address`) as tcp://HOST"
+        ) from error

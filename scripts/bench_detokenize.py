@@ -56,14 +56,14 @@ class NoPump:
     """Takes requests and says nothing."""
 
     def send(self, *_: object) -> bytes:
-        return b"session"
+        return b"client id"
 
 
 def client_path(
     tokenizer: WavecoreTokenizer, streams: int, ids: list[list[list[int]]]
 ) -> tuple[Callable[[int], None], Callable[[int], None]]:
     """The client's two halves of a step: the IO thread delivers, the consumers take."""
-    engine = RemoteEngine(0, EngineState.UP, session=b"session")
+    engine = RemoteEngine(0, EngineState.UP, client_id=b"client id")
     requests = InFlight(NoPump(), [engine])  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=None)
     request = EngineRequest("r", None, np.ones(4, np.int32), params, params.to_wire())

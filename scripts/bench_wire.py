@@ -12,7 +12,6 @@ import queue
 import secrets
 import statistics
 import tempfile
-import threading
 import time
 import timeit
 from collections.abc import Callable
@@ -22,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from wavecore.transport.io.client_pump import ClientPump
-from wavecore.transport.io.input_pump import AddIn, InputPump
-from wavecore.transport.io.output_pump import Counters, OutputPump
+from wavecore.transport.io.input_pump import InputPump
+from wavecore.transport.io.output_pump import OutputPump
 from wavecore.transport.wire.codec import decode, encode
-from wavecore.transport.wire.messages import Add, Ready, Step, StepTokens
+from wavecore.transport.wire.messages import Add, Counters, Ready, Step, StepTokens
 from wavecore.transport.wire.step_tokens import merge
 from wavecore.transport.wire.tensors import from_numpy
 
@@ -89,9 +88,8 @@ def bench_sockets(rounds: int = 2000) -> None:
             input_queue=inbound,
         )
         inputs = InputPump(f"ipc://{folder}/input", output, admit=lambda add: add, input_queue=inbound)
-        threads = [threading.Thread(target=pump.run) for pump in (inputs, output)]
-        for thread in threads:
-            thread.start()
+        inputs.start()
+        output.start()
         client = ClientPump(lambda _, event: events.put(event), version="bench")
         client.connect(0, inputs.endpoint, output.endpoint)
 
@@ -106,28 +104,25 @@ def bench_sockets(rounds: int = 2000) -> None:
         for handle in range(rounds):
             start = time.perf_counter()
             client.send(0, Add(b"", b"", 0, handle, prompt, {}))
-            item = inbound.get(timeout=60)
-            assert isinstance(item, AddIn)
-            output.put({item.client: step_of(1).output})
+            add = inbound.get(timeout=60)
+            output.put({add.client_id: step_of(1).output})
             next_event(Step)
             trips.append((time.perf_counter() - start) * 1e6)
         ninety_nine = statistics.quantiles(trips, n=100)[98]
         print(f"request and answer over ipc: {statistics.median(trips):.0f} us, {ninety_nine:.0f} us at p99")
 
-        tokens, session = step_of(256).output, client.session(0)
-        assert session is not None
+        tokens, client_id = step_of(256).output, client.client_id(0)
+        assert client_id is not None
         start, seen = time.perf_counter(), 0
         for _ in range(rounds):
-            output.put({session: tokens})
+            output.put({client_id: tokens})
         while seen < rounds * 256:
             seen += int(next_event(Step).output.counts.sum())
         seconds = time.perf_counter() - start
         print(f"steps of 256 rows, merged as the client keeps up: {rounds / seconds:.0f} a second")
         client.close()
-        inputs.stop()
-        output.stop()
-        for thread in threads:
-            thread.join()
+        inputs.close()
+        output.close()
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ class Source:
             lambda: messages.Step(TOKEN, n(), self.step_tokens(), (1, 2, 3)),
             lambda: messages.Result(TOKEN, n(), n(), True, "", "", self.value(), (self.tensor(), self.tensor())),
             lambda: messages.Heartbeat(TOKEN, n(), n(), n(), n(), n(), n(), 1.5),
-            lambda: messages.Gone(TOKEN),
+            lambda: messages.UnknownClient(TOKEN),
             lambda: messages.Dead(TOKEN, "code", "message", "phase", 0, "traceback"),
         ]
         return self.random.choice(kinds)()

@@ -42,7 +42,7 @@ def request_from_add(add: Add, info: RunnerInfo, config: EngineConfig) -> Reques
         raise ValidationError("emitted", f"{options.emitted} of {len(tokens)} tokens leaves no prompt")
     most = math.inf if params.max_tokens is None else num_prompt + params.max_tokens
     request = Request(
-        client=add.client,
+        client=add.client_id,
         handle=add.handle,
         tokens=tokens,
         num_prompt=num_prompt,

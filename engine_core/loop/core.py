@@ -24,8 +24,7 @@ from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.scheduler import Scheduler
 from wavecore.engine_core.scheduling.step_update import update
 from wavecore.transport.errors import Overloaded, from_code
-from wavecore.transport.io.output_pump import Counters
-from wavecore.transport.wire.messages import U32, Add, FinishReason, StepTokens
+from wavecore.transport.wire.messages import U32, Add, Counters, FinishReason, StepTokens
 
 
 class EngineCore:

@@ -1,7 +1,7 @@
 """EngineCore as a process: two IO threads, two queues and one busy loop.
 
-    input socket  -> process_input_socket  -> input_queue  -> run_busy_loop
-    output socket <- process_output_socket <- output queue <- run_busy_loop
+    input socket  -> InputPump  -> input_queue                -> run_busy_loop
+    output socket <- OutputPump <- calls of OutputPump.put... <- run_busy_loop
 
 The main loop touches no socket and the IO threads touch no scheduler; `core.admit` alone runs in the input thread.
 Idle, all three threads are blocked and use no CPU.
@@ -15,22 +15,23 @@ import logging
 import os
 import queue
 import signal
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from wavecore.engine_core.api.config import MEMORY_ADVICE
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.request import Request
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import WavecoreError, as_wavecore_error
-from wavecore.transport.io.input_pump import AbortIn, AddIn, InputPump, UtilityIn
-from wavecore.transport.io.output_pump import ClientGone, OutputPump, PumpFailed
+from wavecore.transport.io.input_pump import InputPump
+from wavecore.transport.io.io_thread import IoThreadFailed
+from wavecore.transport.io.output_pump import ClientGone, OutputPump
 from wavecore.transport.processes.child import SupervisedChild
 from wavecore.transport.version import VERSION
+from wavecore.transport.wire.messages import Abort, Utility
 
 logger = logging.getLogger(__name__)
 _NOTHING_RAN_SECONDS = 0.005
@@ -85,10 +86,6 @@ class EngineCoreProc:
         self._input = InputPump(
             input_address, self._output, admit=core.admit, input_queue=self.input_queue, curve=curve
         )
-        self._threads = [
-            threading.Thread(target=self.process_input_socket, name="input", daemon=True),
-            threading.Thread(target=self.process_output_socket, name="output", daemon=True),
-        ]
 
     def run(self) -> None:
         """Serve. SIGTERM finishes what runs, SIGINT ends it at once; either way every request gets its end.
@@ -98,8 +95,10 @@ class EngineCoreProc:
         """
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
-        for thread in self._threads:
-            thread.start()
+        self._input.start()
+        self._output.start()
+        # The output thread is no helper: when output piles up, the main loop waits for it.
+        self._progress.helper(self._input.native_id)
         # What the start allocated lives as long as the process: a full collection need not look at it again.
         gc.collect()
         gc.freeze()
@@ -121,17 +120,9 @@ class EngineCoreProc:
         finally:
             self._input.stop()
             self._output.stop()
-            for thread in self._threads:
-                thread.join(_JOIN_SECONDS)
+            self._input.join(_JOIN_SECONDS)
+            self._output.join(_JOIN_SECONDS)
             self.core.shutdown()
-
-    def process_input_socket(self) -> None:
-        self._progress.helper(threading.get_native_id())
-        self._input.run()
-
-    def process_output_socket(self) -> None:
-        """No helper for the watch on progress: when output piles up, the main loop waits for this thread."""
-        self._output.run()
 
     def run_busy_loop(self) -> None:
         """Drain the input, step, hand out; until stopped and out of work."""
@@ -164,31 +155,31 @@ class EngineCoreProc:
 
     def _handle(self, item: Any) -> None:
         match item:
-            case AddIn():
-                self.core.add(cast(Request, item.request))
-            case AbortIn():
-                self.core.abort(item.client, item.handles)
+            case Request():
+                self.core.add(item)
+            case Abort():
+                self.core.abort(item.client_id, item.handles)
             case ClientGone():
-                ended = self.core.abort_client(item.client)
+                ended = self.core.abort_client(item.client_id)
                 if ended and item.reason:
-                    logger.warning("%d requests of client %s end: %s", ended, item.client.hex()[:8], item.reason)
-            case UtilityIn():
+                    logger.warning("%d requests of client %s end: %s", ended, item.client_id.hex()[:8], item.reason)
+            case Utility():
                 self._call(item)
             case StopIn():
                 self._stop(item)
-            case PumpFailed():
-                raise WavecoreError(f"the {item.where} failed: {item.error}") from item.error
+            case IoThreadFailed():
+                raise WavecoreError(f"the {item.thread} failed: {item.error}") from item.error
 
-    def _call(self, item: UtilityIn) -> None:
+    def _call(self, item: Utility) -> None:
         try:
             value, frames = self.core.utilities.call(item.method, item.args)
         except WavecoreError as error:
-            self._output.put_result(item.client, item.call, error=error)
+            self._output.put_result(item.client_id, item.call, error=error)
         except Exception as error:  # a failed call fails its caller, not the engine
             logger.exception("utility call %s failed", item.method)
-            self._output.put_result(item.client, item.call, error=as_wavecore_error(error, MEMORY_ADVICE))
+            self._output.put_result(item.client_id, item.call, error=as_wavecore_error(error, MEMORY_ADVICE))
         else:
-            self._output.put_result(item.client, item.call, value, frames)
+            self._output.put_result(item.client_id, item.call, value, frames)
 
     def _stop(self, item: StopIn) -> None:
         self.core.drain()

@@ -27,7 +27,8 @@ from wavecore.frontend.client.in_flight import InFlight
 from wavecore.frontend.client.mailbox import Mailbox, notify
 from wavecore.frontend.client.timer import Timer
 from wavecore.transport.errors import EngineDead, Overloaded, RequestError, StartError, WavecoreError
-from wavecore.transport.io.client_pump import ClientPump, Disconnected, Event, Failed, Reconnected
+from wavecore.transport.io.client_pump import ClientPump
+from wavecore.transport.io.connection import ClientFailed, Disconnected, EngineEvent, Reconnected
 from wavecore.transport.processes import deployment
 from wavecore.transport.wire.messages import Dead, Heartbeat, Ready, Result, Step
 
@@ -169,7 +170,7 @@ class EngineClient:
 
     # --- events of the pump (IO thread) --------------------------------------------------------------------------
 
-    def _on_event(self, index: int, event: Event) -> None:
+    def _on_event(self, index: int, event: EngineEvent) -> None:
         engine = self._engines[index]
         if isinstance(event, Step):
             with self._lock:
@@ -194,7 +195,7 @@ class EngineClient:
                 engine.state = EngineState.BROKEN
                 engine.broken_at, engine.broken_by = time.monotonic(), event.reason
             self._watch.look()
-        elif isinstance(event, Failed):
+        elif isinstance(event, ClientFailed):
             self._end(f"this client's IO thread failed ({event.reason}): make a new client")
         elif isinstance(event, Reconnected):
             with self._lock:
@@ -209,11 +210,8 @@ class EngineClient:
         with self._lock:
             error = engine.error or EngineDead(forgot)
             engine.state, engine.error = EngineState.UP, None
-            engine.epoch, engine.resolved, engine.session = (
-                ready.epoch,
-                ready.resolved,
-                self._pump.session(engine.index),
-            )
+            engine.epoch, engine.resolved = ready.epoch, ready.resolved
+            engine.client_id = self._pump.client_id(engine.index)
             touched = self._requests.lose(engine, error, everything=False)
             self._changed.notify_all()
         notify(touched)

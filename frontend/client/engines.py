@@ -27,7 +27,7 @@ class RemoteEngine:
     """One engine, as far as its client knows. Owned by `EngineClient` and written under its lock.
 
     Attributes:
-        session: the pump's name for one connection to one life of the engine; requests of another one are lost.
+        client_id: what this client is called in its present session with the engine; requests of another one are lost.
         resolved: what the engine said at ready.
         error: why it is down or unreachable.
         broken_at, broken_by: monotonic time and reason of the last break of the connection.
@@ -39,7 +39,7 @@ class RemoteEngine:
     index: int
     state: EngineState = EngineState.CONNECTING
     epoch: bytes = b""
-    session: bytes | None = None
+    client_id: bytes | None = None
     resolved: Mapping[str, Any] = field(default_factory=dict)
     error: EngineDead | None = None
     broken_at: float = 0.0

@@ -36,7 +36,7 @@ class Flight:
 
     Attributes:
         engine: where it was sent; None while it waits for an engine to come back.
-        session: the connection it was sent over.
+        client_id: what this client was called in the session that it was sent in.
         handles: handle -> choice, of choices that still run.
         sent_again: how often.
         lost_by: the death that it was sent again for.
@@ -45,7 +45,7 @@ class Flight:
 
     mailbox: Mailbox
     engine: RemoteEngine | None = None
-    session: bytes = b""
+    client_id: bytes = b""
     handles: dict[int, int] = field(default_factory=dict)
     sent_again: int = 0
     lost_by: EngineDead | None = None
@@ -153,7 +153,9 @@ class InFlight:
 
     def lose(self, engine: RemoteEngine, error: EngineDead, everything: bool) -> list[Mailbox]:
         """Send again or fail what was sent over an earlier connection, or over any."""
-        lost = [f for f in self._flights.values() if f.engine is engine and (everything or f.session != engine.session)]
+        lost = [
+            f for f in self._flights.values() if f.engine is engine and (everything or f.client_id != engine.client_id)
+        ]
         touched: list[Mailbox] = []
         for flight in lost:
             self._detach(flight)
@@ -217,7 +219,7 @@ class InFlight:
         if self._next_handle + request.params.n > MAX_HANDLE:
             self._next_handle = 1
         first = self._next_handle
-        flight.session = self._pump.send(engine.index, request.message(first, emitted, mailbox.seed, elapsed))
+        flight.client_id = self._pump.send(engine.index, request.message(first, emitted, mailbox.seed, elapsed))
         self._next_handle += request.params.n
         flight.engine = engine
         flight.handles = {first + i: i for i in range(request.params.n) if mailbox.is_running(i)}
@@ -226,7 +228,7 @@ class InFlight:
         engine.own_tokens += request.cost
 
     def _abort_at_engine(self, flight: Flight) -> None:
-        if flight.engine is not None and flight.session == flight.engine.session:
+        if flight.engine is not None and flight.client_id == flight.engine.client_id:
             self._send_abort(flight.engine, list(flight.handles))
 
     def _send_abort(self, engine: RemoteEngine, handles: list[int]) -> None:

@@ -32,7 +32,7 @@ def test_hanging_step(deploy: Any) -> None:
         cause = deployed.cause_of(before.epoch)
         assert cause.code == "stuck"
         assert any("scripted_runner.py" in line for line in cause.log_tail), "the stack of the main thread"
-        assert any("process_input_socket" in line for line in cause.log_tail), "and of the others"
+        assert any("io_thread.py" in line for line in cause.log_tail), "and of the others"
         deployed.recovered(before.epoch)
         deployed.check_serving()
 

@@ -19,7 +19,8 @@ import pytest
 import zmq
 
 from wavecore.transport.curve import CurveClient
-from wavecore.transport.io.client_pump import ClientPump, Disconnected, Event, Reconnected
+from wavecore.transport.io.client_pump import ClientPump
+from wavecore.transport.io.connection import Disconnected, EngineEvent, Reconnected
 from wavecore.transport.io.sockets import make_context, make_socket
 from wavecore.transport.wire.messages import Abort, Add, Ready, Result, Step, Utility
 from wavecore.transport.wire.tensors import from_numpy, to_numpy
@@ -38,7 +39,7 @@ class Client:
 
     def __init__(self, on_step: Callable[[Step], None] | None = None) -> None:
         self.changed = threading.Condition()
-        self.events: list[Event] = []
+        self.events: list[EngineEvent] = []
         self.received: dict[int, int] = {}  # handle -> tokens so far
         self.ends: dict[int, list[int]] = {}  # handle -> finish codes; exactly one is right
         self.extras: dict[int, dict[str, Any]] = {}
@@ -50,7 +51,7 @@ class Client:
         self._next = 0
         self.pump = ClientPump(self._event, version="test")
 
-    def _event(self, index: int, event: Event) -> None:
+    def _event(self, index: int, event: EngineEvent) -> None:
         if isinstance(event, Step) and self.on_step is not None:
             self.on_step(event)
         with self.changed:

@@ -19,10 +19,11 @@ import numpy as np
 
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import ValidationError
-from wavecore.transport.io.client_stream import Limits
-from wavecore.transport.io.input_pump import AbortIn, AddIn, InputPump, UtilityIn
-from wavecore.transport.io.output_pump import ClientGone, Counters, OutputPump, PumpFailed
-from wavecore.transport.wire.messages import Add, FinishReason, StepTokens
+from wavecore.transport.io.client_stream import ClientLimits
+from wavecore.transport.io.input_pump import InputPump
+from wavecore.transport.io.io_thread import IoThreadFailed
+from wavecore.transport.io.output_pump import ClientGone, OutputPump
+from wavecore.transport.wire.messages import Abort, Add, Counters, FinishReason, StepTokens, Utility
 from wavecore.transport.wire.step_tokens import finish_rows
 from wavecore.transport.wire.tensors import from_numpy
 
@@ -44,7 +45,7 @@ class FakeEngine:
         output_address: str,
         *,
         curve: CurveServer | None = None,
-        limits: Limits | None = None,
+        limits: ClientLimits | None = None,
         pace: float = 0.0,
     ) -> None:
         self.epoch = secrets.token_bytes(16)
@@ -52,7 +53,7 @@ class FakeEngine:
         self.added: list[tuple[bytes, int]] = []
         self.aborted: list[int] = []
         self.gone: list[bytes] = []
-        self.failed: list[PumpFailed] = []
+        self.failed: list[IoThreadFailed] = []
         self.open: dict[tuple[bytes, int], list[int]] = {}  # -> [tokens sent, count, per_step, frame bytes]
         self.steps = 0
         self.admission = threading.Event()  # what slow requests and `hold` calls wait for
@@ -74,21 +75,16 @@ class FakeEngine:
             self.output.close()
             raise
         self.addresses = (self.input.endpoint, self.output.endpoint)
-        self._threads = [
-            threading.Thread(target=target, name=name)
-            for target, name in ((self.input.run, "input"), (self.output.run, "output"), (self._loop, "engine"))
-        ]
-        for thread in self._threads:
+        self.loop = threading.Thread(target=self._loop, name="engine")
+        for thread in (self.input, self.output, self.loop):
             thread.start()
 
     def stop(self) -> None:
         self.admission.set()
         self.queue.put(None)
-        self._threads[2].join()
-        self.input.stop()
-        self.output.stop()
-        for thread in self._threads:
-            thread.join()
+        self.loop.join()
+        self.input.close()
+        self.output.close()
 
     def _admit(self, add: Add) -> Add:
         if add.params.get("refuse"):
@@ -114,33 +110,33 @@ class FakeEngine:
             self._apply(item)
 
     def _apply(self, item: Any) -> None:
-        if isinstance(item, AddIn):
-            params = item.request.params  # type: ignore[attr-defined]
-            self.added.append((item.client, item.handle))
-            self.open[item.client, item.handle] = [
+        if isinstance(item, Add):
+            params = item.params
+            self.added.append((item.client_id, item.handle))
+            self.open[item.client_id, item.handle] = [
                 0, params.get("count", 1), params.get("per_step", 1), params.get("frame", 0)
             ]  # fmt: skip
-        elif isinstance(item, AbortIn):
+        elif isinstance(item, Abort):
             for handle in item.handles.tolist():
                 self.aborted.append(handle)
-                if self.open.pop((item.client, handle), None) is not None:
-                    self.output.put({item.client: finish_rows([handle], FinishReason.ABORT)})
+                if self.open.pop((item.client_id, handle), None) is not None:
+                    self.output.put({item.client_id: finish_rows([handle], FinishReason.ABORT)})
         elif isinstance(item, ClientGone):
-            self.gone.append(item.client)
-            for key in [key for key in self.open if key[0] == item.client]:
+            self.gone.append(item.client_id)
+            for key in [key for key in self.open if key[0] == item.client_id]:
                 del self.open[key]
-        elif isinstance(item, UtilityIn):
+        elif isinstance(item, Utility):
             if item.method == "hold":
                 self.admission.wait()
             if item.method == "echo":
-                self.output.put_result(item.client, item.call, item.args)
+                self.output.put_result(item.client_id, item.call, item.args)
             elif item.method == "frames":
                 frames = [from_numpy(payload(item.call, i, size)) for i, size in enumerate(item.args["sizes"])]
-                self.output.put_result(item.client, item.call, {"n": len(frames)}, frames)
+                self.output.put_result(item.client_id, item.call, {"n": len(frames)}, frames)
             elif item.method == "unsendable":
-                self.output.put_result(item.client, item.call, object())
+                self.output.put_result(item.client_id, item.call, object())
             else:
-                self.output.put_result(item.client, item.call, error=ValidationError("method", "unknown"))
+                self.output.put_result(item.client_id, item.call, error=ValidationError("method", "unknown"))
         else:
             self.failed.append(item)
 

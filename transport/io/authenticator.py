@@ -1,14 +1,15 @@
-"""A bound socket with its own context and, for tcp, its gatekeeper. Used by the pumps of an engine.
+"""Who may connect to an engine: a bound socket in a context of its own and, for tcp, the authenticator of that context.
 
-Without a ZAP handler libzmq admits any client key, so a tcp endpoint starts one first and then proves, before it says
-that it is there, that a wrong key is refused and the right one is not.
+libzmq admits any client key while nobody answers its ZAP requests, so the authenticator starts before the socket is
+bound, and before anybody hears of the address a self-test shows that a wrong key is refused and the right one is not.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -16,6 +17,7 @@ from zmq.utils import z85
 from wavecore.transport.curve import CurveClient, CurveServer, KeyPair
 from wavecore.transport.errors import StartError
 from wavecore.transport.io.complaints import Complaints
+from wavecore.transport.io.io_thread import IoThread, IoThreadFailed
 from wavecore.transport.io.sockets import (
     LINGER_MS,
     ZAP_DOMAIN,
@@ -25,29 +27,31 @@ from wavecore.transport.io.sockets import (
     make_context,
     make_socket,
 )
-from wavecore.transport.waker import Waker
 
 SELF_TEST_SECONDS = 20.0
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
-class Endpoint:
+class BoundSocket:
     """One bound socket. `socket` belongs to the thread that uses it; that thread calls `close`.
 
     Args:
         kind: zmq.PULL or zmq.ROUTER.
         address: where to bind; `self.address` is what was bound.
+        on_failure: called when a bug ends the authenticator: nobody could connect any more.
 
     Raises:
         ConfigError: a bad address.
         ResourceError: the port is taken, or the process has no descriptor left.
-        StartError: it cannot be bound for another reason, or the CURVE self-test failed.
+        StartError: it cannot be bound for another reason, or the self-test failed.
     """
 
-    def __init__(self, kind: int, address: str, curve: CurveServer | None) -> None:
+    def __init__(
+        self, kind: int, address: str, curve: CurveServer | None, on_failure: Callable[[IoThreadFailed], object]
+    ) -> None:
         self._context = make_context()
-        self._gatekeeper = Gatekeeper(self._context, curve) if curve is not None else None
+        self._authenticator = Authenticator(self._context, curve, on_failure) if curve is not None else None
         try:
             self.socket = make_socket(self._context, kind, address, curve=curve)
         except BaseException:
@@ -55,8 +59,8 @@ class Endpoint:
             raise
         self.address = endpoint_of(self.socket)
         try:
-            if self._gatekeeper is not None:
-                self._gatekeeper.prove(self.address, zmq.PUSH if kind == zmq.PULL else zmq.DEALER)
+            if self._authenticator is not None:
+                self._authenticator.self_test(self.address, zmq.PUSH if kind == zmq.PULL else zmq.DEALER)
         except BaseException:
             self.close(0)
             raise
@@ -66,34 +70,35 @@ class Endpoint:
         self._release()
 
     def _release(self) -> None:
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._context.term()
 
 
-class Gatekeeper:
-    """The ZAP handler of one context: a thread that answers libzmq's question "may this key enter?"."""
+class Authenticator(IoThread):
+    """The ZAP handler of one context: answers libzmq's question whether a client's key is in the allow-list."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], server: CurveServer) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        server: CurveServer,
+        on_failure: Callable[[IoThreadFailed], object],
+    ) -> None:
+        super().__init__("authenticator", on_failure)
         self._server = server
-        self._stranger = KeyPair.generate()
-        self._complaints = Complaints(log)
-        self._waker = Waker()
-        self._questions = make_socket(context, zmq.REP, ZAP_ENDPOINT)
-        self._thread = threading.Thread(target=self._run, name="gatekeeper", daemon=True)
-        self._thread.start()
+        self._wrong = KeyPair.generate()  # for the self-test
+        self._complaints = Complaints(logger)
+        self._requests = make_socket(context, zmq.REP, ZAP_ENDPOINT)
+        self._poller.register(self._requests, zmq.POLLIN)
+        self.start()
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._questions, zmq.POLLIN)
-        poller.register(self._waker.fd, zmq.POLLIN)
-        while self._waker.fd not in dict(poller.poll()):
-            frames = self._questions.recv_multipart()
-            status, text = self._judge(frames)
-            self._questions.send_multipart([b"1.0", frames[1], status, text, b"", b""])
-        self._questions.close(0)
+    def _turn(self, ready: Mapping[Any, int]) -> None:
+        if self._requests in ready:
+            frames = self._requests.recv_multipart()
+            status, text = self._check(frames)
+            self._requests.send_multipart([b"1.0", frames[1], status, text, b"", b""])
 
-    def _judge(self, frames: list[bytes]) -> tuple[bytes, bytes]:
+    def _check(self, frames: list[bytes]) -> tuple[bytes, bytes]:
         # version, request id, domain, peer address, identity, mechanism, credentials (here one raw public key)
         try:
             version, _, domain, peer, _, mechanism, key = frames
@@ -101,29 +106,28 @@ class Gatekeeper:
             known = public in self._server.allowed()
             if (version, domain, mechanism) == (b"1.0", ZAP_DOMAIN, b"CURVE") and known:
                 return b"200", b"OK"
-            if public != self._stranger.public:
+            if public != self._wrong.public:
                 self._complaints.add("client refused, its key is not in the allow-list", peer.decode(errors="replace"))
         except Exception:  # a damaged allow-list admits nobody and must not end the thread
-            log.exception("refused a client: the allow-list could not be read")
+            logger.exception("refused a client: the allow-list could not be read")
         return b"400", b"unknown key"
 
-    def prove(self, address: str, kind: int) -> None:
-        """Raise StartError unless a wrong key is refused there and the deployment's client key is not."""
-        good = KeyPair.load(self._server.keys_dir / "client.key")
-        for name, pair, expected in (("a wrong", self._stranger, False), ("the client's", good, True)):
-            admitted = _knock(address, kind, CurveClient(self._server.pair.public, pair))
+    def _release(self) -> None:
+        self._requests.close(0)
+        super()._release()
+
+    def self_test(self, address: str, kind: int) -> None:
+        """Raise StartError unless a wrong key is refused at `address` and the deployment's client key is not."""
+        right = KeyPair.load(self._server.keys_dir / "client.key")
+        for name, pair, expected in (("a wrong", self._wrong, False), ("the client's", right, True)):
+            admitted = _is_admitted(address, kind, CurveClient(self._server.pair.public, pair))
             if admitted is not expected:
                 said = {True: "was admitted", False: "was refused", None: "got no answer"}[admitted]
                 raise StartError(f"CURVE self-test of {address}: {name} key {said}; not serving")
 
-    def close(self) -> None:
-        self._waker.wake()
-        self._thread.join()
-        self._waker.close()
 
-
-def _knock(address: str, kind: int, client: CurveClient) -> bool | None:
-    """Whether a client with these keys is admitted; None without an answer in time."""
+def _is_admitted(address: str, kind: int, client: CurveClient) -> bool | None:
+    """Whether a client with these keys may connect; None without an answer in time."""
     context = make_context()
     socket = make_socket(context, kind, address, curve=client)
     monitor = Monitor(socket)
@@ -134,7 +138,7 @@ def _knock(address: str, kind: int, client: CurveClient) -> bool | None:
                 event = monitor.next()
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     return True
-                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # a mere disconnect is no verdict: libzmq tries again
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # a mere disconnect says nothing: libzmq tries again
                     return False
         return None
     finally:

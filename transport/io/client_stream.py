@@ -1,4 +1,4 @@
-"""What the output thread holds for one client: its numbered stream, and the output that waits for room in it."""
+"""What the output thread keeps for one client: its numbered stream, and the output that waits for room in it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from wavecore.transport.errors import MessageTooLarge, ProtocolError, WavecoreError
+from wavecore.transport.io.sessions import ClientInput
 from wavecore.transport.wire.codec import Frames, encode
 from wavecore.transport.wire.delivery import Outbox
-from wavecore.transport.wire.messages import FinishReason, Result, Step, StepTokens, TensorFrame
+from wavecore.transport.wire.messages import MAX_RESULT_BYTES, FinishReason, Result, Step, StepTokens, TensorFrame
 from wavecore.transport.wire.step_tokens import finish_rows, merge, size_of
 
 STEP_BYTES = 1 << 20  # merged output leaves in messages of about this size
@@ -18,11 +19,11 @@ CHUNK_BYTES = 8 << 20
 HELD_MESSAGES = 10_000  # not acknowledged; only results can be so many, see `put_result`
 MERGE_EVERY = 64  # merging each step would copy all that waits each time
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClientLimits:
     """Bounds of what an engine holds for its clients.
 
     Attributes:
@@ -44,10 +45,19 @@ class Limits:
     stalled_ticks: int = 10
 
 
-class ClientState:
-    """Used by the output thread only; bounded by `Limits`."""
+class ClientStream:
+    """Used by the output thread only; bounded by `ClientLimits`.
 
-    def __init__(self, epoch: bytes, limits: Limits) -> None:
+    Attributes:
+        input: what the client sends.
+        connected: whether it is, as far as the last message to it told.
+        leaving: it said goodbye.
+    """
+
+    def __init__(self, epoch: bytes, limits: ClientLimits, input: ClientInput) -> None:
+        self.input = input
+        self.connected = True
+        self.leaving = False
         self._epoch = epoch
         self._limits = limits
         self._outbox = Outbox(limits.messages, limits.bytes)
@@ -58,8 +68,6 @@ class ClientState:
         self._silent_ticks = 0
         self._absent_ticks = 0
         self._stalled_ticks = 0
-        self.connected = True  # as far as the last message to it told
-        self.leaving = False  # it said goodbye
 
     @property
     def last_number(self) -> int:
@@ -108,15 +116,15 @@ class ClientState:
     def put_result(
         self, call: int, value: Any, frames: Sequence[TensorFrame], error: WavecoreError | None, now: float
     ) -> None:
-        """Queue a utility call's answer, in chunks of about 8 MiB of frames, the value in the last.
+        """Queue a utility call's answer, in chunks of CHUNK_BYTES, the value in the last.
 
         Results do not wait for room in the window: they cannot be merged, and calls are bounded where they come in.
         """
         chunk: list[TensorFrame] = []
         size = 0
         try:
-            if sum(len(frame.buffer) for frame in frames) > self._limits.held_bytes // 2:
-                raise MessageTooLarge(f"the result is larger than {self._limits.held_bytes // 2} bytes: ask for less")
+            if sum(len(frame.buffer) for frame in frames) > MAX_RESULT_BYTES:
+                raise MessageTooLarge(f"the result is larger than {MAX_RESULT_BYTES} bytes: ask for less")
             for frame in frames:
                 if chunk and size + len(frame.buffer) > CHUNK_BYTES:
                     self._append_result(call, False, None, chunk, None, now)
@@ -125,7 +133,7 @@ class ClientState:
                 size += len(frame.buffer)
             self._append_result(call, True, value, chunk, error, now)
         except ProtocolError as fault:
-            log.exception("the result of call %d cannot travel", call)
+            logger.exception("the result of call %d cannot travel", call)
             self._append_result(call, True, None, (), fault, now)
 
     def _append_result(
@@ -159,7 +167,7 @@ class ClientState:
         try:
             frames = self._encode_step(output)
         except ProtocolError as error:  # too large, or a bug: these requests end with the reason, the others go on
-            log.exception("output of %d requests cannot travel", len(output.handles))
+            logger.exception("output of %d requests cannot travel", len(output.handles))
             frames = self._encode_step(finish_rows(output.handles.tolist(), FinishReason.ERROR, error.code, str(error)))
         self._outbox.append(frames, now)
 

@@ -1,11 +1,10 @@
-"""One engine as a client sees it: two sockets, the session on them, and both ends of its two numbered streams.
+"""A client's connection to one engine: two sockets, the session on them, and both ends of its two numbered streams.
 
     no session    HELLO at each connection and each second, until READY          -> event Ready
     session       PING each second, after every few messages, at once on a gap   -> events Step, Result, Heartbeat, Dead
-    GONE          the engine forgot us or is another life: new identity, new sockets, HELLO
+    UNKNOWN       the engine forgot this client or is another life: new client_id, new sockets, HELLO
 
 A broken connection does not end a session: what was lost is sent again, in both directions.
-All methods but `send` belong to the IO thread.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import zmq
 
@@ -26,11 +26,11 @@ from wavecore.transport.io.sockets import Monitor, make_socket
 from wavecore.transport.wire.codec import Frames, decode, encode, total_bytes
 from wavecore.transport.wire.delivery import Inbox, Outbox
 from wavecore.transport.wire.messages import (
+    MAX_RESULT_BYTES,
     Abort,
     Add,
     Bye,
     Dead,
-    Gone,
     Heartbeat,
     Hello,
     Message,
@@ -39,15 +39,15 @@ from wavecore.transport.wire.messages import (
     Result,
     Step,
     TensorFrame,
+    UnknownClient,
     Utility,
 )
 
 MAX_UNACKNOWLEDGED = 65_536
 MAX_UNACKNOWLEDGED_BYTES = 1 << 30
-MAX_RESULT_BYTES = 1 << 30
 SILENT_TICKS = 5
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,73 +63,86 @@ class Reconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ClientFailed:
     """The client's own IO thread ended on a bug: no event will come any more."""
 
     reason: str
 
 
-Event = Ready | Step | Result | Heartbeat | Dead | Disconnected | Reconnected | Failed
+EngineEvent = Ready | Step | Result | Heartbeat | Dead | Disconnected | Reconnected | ClientFailed
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One client in one life of an engine; `client` names it on the wire."""
+    """One client in one life of an engine, and what it sends there."""
 
-    client: bytes
+    client_id: bytes
     epoch: bytes
     outbox: Outbox
 
 
-class ClientLink:
-    """Connects at once and for ever; `emit` gets the events, in the IO thread."""
+class Connection:
+    """Connects at once and for ever. All methods but `send` belong to the IO thread.
+
+    Args:
+        poller: of the IO thread; the sockets are registered with it.
+        addresses: of the engine's input and output socket.
+        emit: gets the events, in the IO thread.
+    """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
+        poller: zmq.Poller,
         version: str,
         addresses: tuple[str, str],
         curve: CurveClient | None,
-        emit: Callable[[Event], None],
+        emit: Callable[[EngineEvent], None],
     ) -> None:
         self._context = context
+        self._poller = poller
         self._hello = encode(Hello(version))
         self._addresses = addresses
         self._curve = curve
         self._emit = emit
         self._lock = threading.Lock()  # around _session and its outbox, which `send` uses from other threads
         self._session: Session | None = None
-        self._complaints = Complaints(log)
+        self._complaints = Complaints(logger)
         self._open()
 
     def _open(self) -> None:
-        """New sockets under a new identity: nothing of an earlier session can reach this one."""
-        self._identity = secrets.token_bytes(16)
+        """New sockets under a new client_id: nothing of an earlier session can reach this one."""
+        self._client_id = secrets.token_bytes(16)
         self._inbox = Inbox()
         self._partial: dict[int, list[TensorFrame]] = {}  # chunks of results by call
         self._up = False
         self._silent_ticks = 0
         input_address, output_address = self._addresses
         self.push = make_socket(self._context, zmq.PUSH, input_address, curve=self._curve)
-        self.dealer = make_socket(self._context, zmq.DEALER, output_address, identity=self._identity, curve=self._curve)
-        self.monitor = Monitor(self.dealer)
-        self.blocked = False  # PUSH did not take a message: wait for POLLOUT
+        self.dealer = make_socket(
+            self._context, zmq.DEALER, output_address, identity=self._client_id, curve=self._curve
+        )
+        self._monitor = Monitor(self.dealer)
+        self._poller.register(self.dealer, zmq.POLLIN)
+        self._poller.register(self._monitor.channel, zmq.POLLIN)
 
     def close(self, linger_ms: int = 0) -> None:
         """Give the sockets back. With time to linger the engine hears that the client left on purpose."""
-        session = self._present()
+        session = self._current_session()
         if linger_ms and self._up and session is not None:
             _send(self.dealer, encode(Bye(session.epoch, session.outbox.last_number)))
-        self.monitor.close()
+        for socket in (self.push, self.dealer, self._monitor.channel):
+            self._poller.register(socket, 0)
+        self._monitor.close()
         self.push.close(linger_ms)
         self.dealer.close(linger_ms)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 
     @property
-    def session_id(self) -> bytes | None:
+    def client_id(self) -> bytes | None:
         session = self._session
-        return session.client if session else None
+        return session.client_id if session else None
 
     def send(self, message: Add | Abort | Utility) -> bytes:
         """Queue a message; see `ClientPump.send`."""
@@ -143,39 +156,46 @@ class ClientLink:
                     f"{len(outbox)} messages ({outbox.bytes} bytes) wait for the engine's acknowledgement: "
                     "send again when it has caught up"
                 )
-            frames = encode(replace(message, epoch=session.epoch, client=session.client, number=outbox.last_number + 1))
+            frames = encode(
+                replace(message, epoch=session.epoch, client_id=session.client_id, number=outbox.last_number + 1)
+            )
             outbox.append(frames, time.monotonic())
-            return session.client
+            return session.client_id
 
     # --- the IO thread ------------------------------------------------------------------------------------------------
 
-    def _present(self) -> Session | None:
-        """The session, if it belongs to the present sockets: after GONE the old one stays until READY."""
+    def _current_session(self) -> Session | None:
+        """The session, if it belongs to the present sockets: a lost one stays until READY."""
         session = self._session
-        return session if session is not None and session.client == self._identity else None
+        return session if session is not None and session.client_id == self._client_id else None
 
     @property
     def flushed(self) -> bool:
-        session = self._present()
+        session = self._current_session()
         with self._lock:
             return session is None or session.outbox.peek() is None
 
-    def transmit(self) -> None:
+    def turn(self, ready: Mapping[Any, int]) -> None:
+        """One turn of the thread: `ready` are the sockets that have something."""
+        self._transmit()
+        if self.dealer in ready and self._receive():
+            return
+        if self._monitor.channel in ready:
+            self._watch()
+
+    def _transmit(self) -> None:
         """Hand what is queued to the PUSH, as far as it takes it."""
-        session = self._present()
+        session = self._current_session()
         if session is None:
             return
         with self._lock:
-            self.blocked = False
-            while (frames := session.outbox.peek()) is not None:
-                if not _send(self.push, frames):
-                    self.blocked = True
-                    return
+            while (frames := session.outbox.peek()) is not None and _send(self.push, frames):
                 session.outbox.advance()
+        self._poller.register(self.push, 0 if frames is None else zmq.POLLOUT)  # wait for room only where it is needed
 
-    def receive(self) -> bool:
+    def _receive(self) -> bool:
         """Handle what the DEALER got. Returns whether the sockets were replaced."""
-        for _ in range(1000):  # then give the other links a turn
+        for _ in range(1000):  # then give the other connections a turn
             try:
                 frames = [frame.buffer for frame in self.dealer.recv_multipart(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
@@ -189,13 +209,13 @@ class ClientLink:
                 self._ping()
         return False
 
-    def watch(self) -> None:
+    def _watch(self) -> None:
         """Handle what the monitor saw."""
-        while (event := self.monitor.next()) is not None:
+        while (event := self._monitor.next()) is not None:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._greet(new_connection=True)
             elif event == zmq.EVENT_DISCONNECTED:
-                if self.receive():  # last words first
+                if self._receive():  # last words first
                     return
                 self._down("the connection was lost")
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -209,33 +229,33 @@ class ClientLink:
         self._greet(new_connection=False)
 
     def _greet(self, new_connection: bool) -> None:
-        session = self._present()
+        session = self._current_session()
         if session is None:
             _send(self.dealer, self._hello)
             return
         if new_connection:
             with self._lock:
                 session.outbox.rewind(time.monotonic())
-            self.transmit()
+            self._transmit()
         self._ping(again=new_connection)
 
     def _ping(self, again: bool = False) -> None:
-        session = self._present()
+        session = self._current_session()
         if session is not None:
             seen, gap = self._inbox.report()
             _send(self.dealer, encode(Ping(session.epoch, seen, gap or again)))
 
     def _handle(self, message: Message, size: int) -> bool:
-        if isinstance(message, Gone):
-            return self._renew()
+        if isinstance(message, UnknownClient):
+            return self._reopen()
         if isinstance(message, Ready):
             return self._ready(message)
-        session = self._present()
+        session = self._current_session()
         if session is None and isinstance(message, Dead):  # refused at the door
             self._emit(message)
             return False
         if session is None or getattr(message, "epoch", None) != session.epoch:
-            self._complaints.excuse("message of another session", self._identity)
+            self._complaints.add_if_lasting("message of another session", self._client_id)
             return False
         self._silent_ticks = 0
         if not self._up:
@@ -247,7 +267,7 @@ class ClientLink:
         elif isinstance(message, Heartbeat):
             with self._lock:
                 session.outbox.acknowledge(message.seen, message.gap, time.monotonic())
-            self.transmit()
+            self._transmit()
             self._emit(message)
         elif isinstance(message, Dead):
             self._emit(message)
@@ -256,18 +276,18 @@ class ClientLink:
         return False
 
     def _ready(self, ready: Ready) -> bool:
-        session = self._present()
+        session = self._current_session()
         if session is not None:
             # A HELLO that was sent twice is answered twice; another epoch means the engine restarted in between.
-            return session.epoch != ready.epoch and self._renew()
+            return session.epoch != ready.epoch and self._reopen()
         with self._lock:
-            self._session = Session(self._identity, ready.epoch, Outbox(MAX_UNACKNOWLEDGED, MAX_UNACKNOWLEDGED_BYTES))
+            self._session = Session(self._client_id, ready.epoch, Outbox(MAX_UNACKNOWLEDGED, MAX_UNACKNOWLEDGED_BYTES))
         self._up = True
         self._silent_ticks = 0
         self._emit(ready)
         return False
 
-    def _renew(self) -> bool:
+    def _reopen(self) -> bool:
         self._down("the engine holds no session of this client any more")
         self.close()
         self._open()
@@ -276,7 +296,7 @@ class ClientLink:
     def move(self, addresses: tuple[str, str], curve: CurveClient | None) -> None:
         """The engine is to be found elsewhere from now on."""
         self._addresses, self._curve = addresses, curve
-        self._renew()
+        self._reopen()
 
     def _down(self, reason: str) -> None:
         if self._up:

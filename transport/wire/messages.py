@@ -12,16 +12,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 PROTOCOL_VERSION = 1
+MAX_RESULT_BYTES = 128 << 20  # of all frames of a Result; the engine refuses to send more, the client to keep more
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
+
+
+class Counters(NamedTuple):
+    """An engine's load: steps so far, requests running and waiting, tokens known to those requests."""
+
+    steps: int
+    running: int
+    waiting: int
+    tokens: int
 
 
 class FinishReason(IntEnum):
@@ -55,11 +65,11 @@ class TensorFrame:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """(numbered) A request. Adding the same (client, number) twice is one request.
+    """(numbered) A request. Adding the same (client_id, number) twice is one request.
 
     Attributes:
-        client: the 16 random bytes of the client's connection.
-        handle: u32 chosen by the client, unique with `client`; names the request from now on.
+        client_id: 16 random bytes that name a client in one life of an engine; also its ZeroMQ identity.
+        handle: u32 chosen by the client, unique with `client_id`; names the request from now on.
         prompt: int32 [n] token ids.
         params: `SamplingParams.to_wire()`.
         options: sparse extras: priority (int), cache_salt (str), timeout, queue_timeout, first_token_timeout (s),
@@ -68,7 +78,7 @@ class Add:
     """
 
     epoch: bytes
-    client: bytes
+    client_id: bytes
     number: int
     handle: int
     prompt: TensorFrame
@@ -82,7 +92,7 @@ class Abort:
     """(numbered) End these requests. Unknown handles are no error: the request may have ended already."""
 
     epoch: bytes
-    client: bytes
+    client_id: bytes
     number: int
     handles: U32
 
@@ -92,7 +102,7 @@ class Utility:
     """(numbered) Call one of the engine's named methods; answered by `Result` with the same `call`."""
 
     epoch: bytes
-    client: bytes
+    client_id: bytes
     number: int
     call: int
     method: str
@@ -203,8 +213,8 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """The engine holds no session of this client: it was silent for too long, or the engine is another life."""
+class UnknownClient:
+    """The engine does not know this client: it was silent for too long, or the engine is another life."""
 
     epoch: bytes
 
@@ -232,4 +242,4 @@ class Bye:
     sent: int
 
 
-Message = Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | Gone | Dead | Bye
+Message = Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | UnknownClient | Dead | Bye

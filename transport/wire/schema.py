@@ -140,7 +140,7 @@ _MAYBE_TENSOR = Kind(
 FIELDS: dict[type, dict[str, Kind]] = {
     messages.Add: {
         "epoch": _TOKEN,
-        "client": _TOKEN,
+        "client_id": _TOKEN,
         "number": _NUMBER,
         "handle": _whole(0, (1 << 32) - 1),
         "prompt": _TENSOR,
@@ -148,10 +148,10 @@ FIELDS: dict[type, dict[str, Kind]] = {
         "options": _TABLE,
         "prompt_embeds": _MAYBE_TENSOR,
     },
-    messages.Abort: {"epoch": _TOKEN, "client": _TOKEN, "number": _NUMBER, "handles": _array("<u4")},
+    messages.Abort: {"epoch": _TOKEN, "client_id": _TOKEN, "number": _NUMBER, "handles": _array("<u4")},
     messages.Utility: {
         "epoch": _TOKEN,
-        "client": _TOKEN,
+        "client_id": _TOKEN,
         "number": _NUMBER,
         "call": _COUNT,
         "method": _TEXT,
@@ -187,7 +187,7 @@ FIELDS: dict[type, dict[str, Kind]] = {
         "monotonic": _scalar(lambda value: ON_WIRE.real("", value, *FINITE)),
         "gap": _FLAG,
     },
-    messages.Gone: {"epoch": _TOKEN},
+    messages.UnknownClient: {"epoch": _TOKEN},
     messages.Dead: {
         "epoch": _TOKEN,
         "code": _TEXT,

@@ -16,7 +16,7 @@ from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.transport.errors import EngineDead
-from wavecore.transport.io.client_pump import Disconnected, Event, Reconnected
+from wavecore.transport.io.connection import Disconnected, EngineEvent, Reconnected
 from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry
 from wavecore.transport.wire.messages import Abort, Add, Ready, Step, StepTokens, TensorFrame, Utility
 from wavecore.transport.wire.tensors import to_numpy
@@ -28,9 +28,9 @@ RESOLVED = {"max_model_len": 100, "vocab_size": 50}
 class FakePump:
     """Stands in for `ClientPump`; events are given by the test, in its own thread."""
 
-    def __init__(self, on_event: Callable[[int, Event], None], *, version: str) -> None:
+    def __init__(self, on_event: Callable[[int, EngineEvent], None], *, version: str) -> None:
         self.on_event = on_event
-        self.sessions: dict[int, bytes] = {}
+        self.client_ids: dict[int, bytes] = {}
         self.epochs: dict[int, bytes] = {}
         self.addresses: dict[int, tuple[str, str]] = {}
         self.sent: list[tuple[int, Add | Abort | Utility]] = []
@@ -41,14 +41,14 @@ class FakePump:
         self.addresses[index] = (input, output)
         self.new_life(index)
 
-    def session(self, index: int) -> bytes | None:
-        return self.sessions.get(index)
+    def client_id(self, index: int) -> bytes | None:
+        return self.client_ids.get(index)
 
     def send(self, index: int, message: Add | Abort | Utility) -> bytes:
-        if index not in self.sessions:
+        if index not in self.client_ids:
             raise EngineDead("not ready")
         self.sent.append((index, message))
-        return self.sessions[index]
+        return self.client_ids[index]
 
     def close(self, timeout: float = 1.0) -> None:
         self.closed = True
@@ -62,7 +62,7 @@ class FakePump:
 
     def new_session(self, index: int) -> None:
         self.lives += 1
-        self.sessions[index] = bytes([self.lives]) * 16
+        self.client_ids[index] = bytes([self.lives]) * 16
         self.on_event(index, Ready(self.epochs[index], "1", index, RESOLVED))
 
     def adds(self) -> list[tuple[int, Add]]:

@@ -14,7 +14,7 @@ from tests.frontend.client.fake_engine import FakePump, World
 from wavecore.frontend.client import in_flight
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.transport.errors import EngineDead, NumericalError, Overloaded, RequestError, RequestTimeout, StartError
-from wavecore.transport.io.client_pump import Failed
+from wavecore.transport.io.connection import ClientFailed
 from wavecore.transport.processes.deployment import Cause
 from wavecore.transport.wire.messages import Dead, FinishReason, Result
 
@@ -438,7 +438,7 @@ def test_a_failed_io_thread_ends_everything_at_once(world: World) -> None:
     """No event can come any more, so nothing may wait for one: requests, calls, and later submits name the cause."""
     mailbox = world.submit()
     call = world.client.call("stats")
-    world.pump.on_event(0, Failed("OSError: too many open files"))
+    world.pump.on_event(0, ClientFailed("OSError: too many open files"))
     error = error_of(mailbox)
     assert isinstance(error, RequestError)
     assert "too many open files" in str(error)

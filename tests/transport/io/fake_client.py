@@ -7,7 +7,8 @@ import threading
 
 import numpy as np
 
-from wavecore.transport.io.client_pump import ClientPump, Event
+from wavecore.transport.io.client_pump import ClientPump
+from wavecore.transport.io.connection import EngineEvent
 from wavecore.transport.wire.messages import Add, Ready, Step
 from wavecore.transport.wire.tensors import from_numpy
 
@@ -18,7 +19,7 @@ def main() -> None:
     tokens: dict[int, list[int]] = {handle: [] for handle in range(requests)}
     ends: list[int] = []
 
-    def on_event(_: int, event: Event) -> None:
+    def on_event(_: int, event: EngineEvent) -> None:
         if isinstance(event, Ready):
             ready.set()
         elif isinstance(event, Step):

@@ -1,4 +1,4 @@
-"""What is normal for a moment is a complaint when it goes on."""
+"""What is normal for a moment is a complaint when it lasts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wavecore.transport.io import complaints
 from wavecore.transport.io.complaints import Complaints
 
 
-def test_an_excuse_lasts_a_while_for_each_peer(
+def test_what_is_normal_for_a_while_is_so_for_each_client(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 100.0
@@ -18,18 +18,18 @@ def test_an_excuse_lasts_a_while_for_each_peer(
     caplog.set_level(logging.DEBUG)
     kept = Complaints(logging.getLogger("wavecore.test"))
     for _ in range(1000):  # a whole window, sent again to a restarted engine
-        kept.excuse("message of another life", b"a" * 16)
+        kept.add_if_lasting("message of another life", b"a" * 16)
     assert [record.levelno for record in caplog.records] == [logging.DEBUG]
     now += complaints.NORMAL_SECONDS
-    kept.excuse("message of another life", b"b" * 16)
+    kept.add_if_lasting("message of another life", b"b" * 16)
     assert [record.levelno for record in caplog.records] == [logging.DEBUG] * 2
-    kept.excuse("message of another life", b"a" * 16)
+    kept.add_if_lasting("message of another life", b"a" * 16)
     assert caplog.records[-1].levelno == logging.WARNING
     assert kept.counts["message of another life"] == 1002
 
 
-def test_peers_are_not_remembered_without_a_bound() -> None:
+def test_clients_are_not_remembered_without_a_bound() -> None:
     kept = Complaints(logging.getLogger("wavecore.test"))
-    for i in range(3 * complaints.MAX_PEERS):
-        kept.excuse("message of another life", i.to_bytes(16, "little"))
-    assert len(kept._since) == complaints.MAX_PEERS
+    for i in range(3 * complaints.MAX_CLIENTS):
+        kept.add_if_lasting("message of another life", i.to_bytes(16, "little"))
+    assert len(kept._since) == complaints.MAX_CLIENTS

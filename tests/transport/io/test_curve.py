@@ -11,13 +11,13 @@ import zmq
 from wavecore.transport.curve import CurveClient, CurveServer, KeyPair, create_keys
 from wavecore.transport.errors import StartError
 from wavecore.transport.io import authenticator
-from wavecore.transport.io.authenticator import Endpoint, Gatekeeper
+from wavecore.transport.io.authenticator import Authenticator, BoundSocket
 from wavecore.transport.io.sockets import Monitor, make_context, make_socket
 
 ADDRESS = "tcp://127.0.0.1:0"
 
 
-def knock(address: str, client: CurveClient | None, kind: int = zmq.DEALER) -> int:
+def first_event(address: str, client: CurveClient | None, kind: int = zmq.DEALER) -> int:
     """The first event of a socket that connects."""
     context = make_context()
     if client is None:
@@ -44,44 +44,44 @@ def test_only_listed_keys_enter(tmp_path: Path, make_engine: Any, make_client: A
     client.connect(engine.addresses, CurveClient.load(tmp_path, public))
     client.wait_ends(client.add(count=3))
 
-    stranger = KeyPair.generate()
+    wrong_key = KeyPair.generate()
     ends = tuple(zip(engine.addresses, (zmq.PUSH, zmq.DEALER), strict=True))
     for address, kind in ends:
-        assert knock(address, CurveClient(public.encode(), stranger), kind) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        assert knock(address, None, kind) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert first_event(address, CurveClient(public.encode(), wrong_key), kind) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        assert first_event(address, None, kind) != zmq.EVENT_HANDSHAKE_SUCCEEDED
     assert len(engine.output.sessions) == 1
 
-    (tmp_path / "authorized_clients" / "friend.pub").write_bytes(stranger.public + b"\n")
+    (tmp_path / "authorized_clients" / "friend.pub").write_bytes(wrong_key.public + b"\n")
     for address, kind in ends:
-        assert knock(address, CurveClient(public.encode(), stranger), kind) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert first_event(address, CurveClient(public.encode(), wrong_key), kind) == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 def test_client_refuses_another_server(tmp_path: Path, make_engine: Any) -> None:
     create_keys(tmp_path)
     engine = make_engine((ADDRESS, ADDRESS), curve=CurveServer.load(tmp_path))
     wrong = CurveClient(KeyPair.generate().public, KeyPair.load(tmp_path / "client.key"))
-    assert knock(engine.addresses[1], wrong) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert first_event(engine.addresses[1], wrong) != zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 def test_self_test_stops_an_engine_that_would_admit_anyone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_keys(tmp_path)
-    monkeypatch.setattr(Gatekeeper, "_judge", lambda self, frames: (b"200", b"OK"))
+    monkeypatch.setattr(Authenticator, "_check", lambda self, frames: (b"200", b"OK"))
     with pytest.raises(StartError, match="wrong key was admitted"):
-        Endpoint(zmq.ROUTER, ADDRESS, CurveServer.load(tmp_path))
+        BoundSocket(zmq.ROUTER, ADDRESS, CurveServer.load(tmp_path), print)
 
 
 def test_self_test_stops_an_engine_that_would_admit_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_keys(tmp_path)
-    monkeypatch.setattr(Gatekeeper, "_judge", lambda self, frames: (b"400", b"no"))
+    monkeypatch.setattr(Authenticator, "_check", lambda self, frames: (b"400", b"no"))
     with pytest.raises(StartError, match="client's key was refused"):
-        Endpoint(zmq.PULL, ADDRESS, CurveServer.load(tmp_path))
+        BoundSocket(zmq.PULL, ADDRESS, CurveServer.load(tmp_path), print)
 
 
 def test_self_test_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_keys(tmp_path)
     monkeypatch.setattr(authenticator, "SELF_TEST_SECONDS", 0.0)
     with pytest.raises(StartError, match="got no answer"):
-        Endpoint(zmq.PULL, ADDRESS, CurveServer.load(tmp_path))
+        BoundSocket(zmq.PULL, ADDRESS, CurveServer.load(tmp_path), print)
 
 
 def test_damaged_allow_list_admits_nobody(tmp_path: Path, make_engine: Any) -> None:
@@ -89,4 +89,4 @@ def test_damaged_allow_list_admits_nobody(tmp_path: Path, make_engine: Any) -> N
     engine = make_engine((ADDRESS, ADDRESS), curve=CurveServer.load(tmp_path))
     client = CurveClient.load(tmp_path, public)
     (tmp_path / "client.key").chmod(0o640)
-    assert knock(engine.addresses[1], client) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    assert first_event(engine.addresses[1], client) == zmq.EVENT_HANDSHAKE_FAILED_AUTH

@@ -16,7 +16,7 @@ from tests.transport.io.proxy import Proxy
 
 from wavecore.transport.curve import CurveClient, CurveServer, create_keys
 from wavecore.transport.io import connection
-from wavecore.transport.io.client_pump import Disconnected, Reconnected
+from wavecore.transport.io.connection import Disconnected, Reconnected
 from wavecore.transport.wire.codec import MAX_FRAME_BYTES
 from wavecore.transport.wire.messages import Ready
 
@@ -26,14 +26,14 @@ def test_killed_engine_is_noticed_and_its_successor_is_a_new_life(make_process: 
     client.connect(engine.addresses)
     lost = client.add(count=1 << 20)
     client.wait_for(lambda: client.received.get(lost, 0) > 3, "tokens")
-    first = client.pump.session(0)
+    first = client.pump.client_id(0)
     engine.end(kill=True)
     client.wait_for(lambda: client.saw(Disconnected), "the news of its death")
 
     successor = make_process()  # at the same address
     assert successor.addresses == engine.addresses
     client.wait_for(lambda: client.saw(Ready, 2), "READY of the next life")
-    assert client.pump.session(0) != first
+    assert client.pump.client_id(0) != first
     before = client.received[lost]
     client.wait_ends(client.add(count=10))
     assert client.received[lost] == before  # nothing of the old life arrives late
@@ -44,14 +44,14 @@ def test_messages_sent_while_the_engine_is_gone_do_not_reach_its_successor(make_
     """They belong to the old session; the owner hears of the new one and sends again what it wants."""
     engine, client = make_process(), make_client()
     client.connect(engine.addresses)
-    old = client.pump.session(0)
+    old = client.pump.client_id(0)
     engine.end(kill=True)
     client.wait_for(lambda: client.saw(Disconnected), "the news of its death")
     client.add()
     client.call(1, "echo")
     make_process()
     client.wait_for(lambda: client.saw(Ready, 2), "READY of the next life")
-    assert client.pump.session(0) != old
+    assert client.pump.client_id(0) != old
     client.call(2, "echo")
     client.wait_for(lambda: 2 in client.results, "an answer of the next life")
     assert client.received == {} and 1 not in client.results
@@ -85,7 +85,7 @@ def test_duplicate_add_is_one_request(make_engine: Any, make_client: Any, monkey
     """Every message leaves three times; each is one request, and every token comes once."""
     engine, client = make_engine(), make_client()
     client.connect(engine.addresses)
-    link = client.pump._links[0]
+    link = client.pump._connections[0]
     assert link is not None
     send = connection._send
 
@@ -178,10 +178,10 @@ def test_client_comes_back_after_an_over_size_frame(make_engine: Any, make_clien
     client.connect(engine.addresses)
     handles = [client.add(count=500) for _ in range(5)]
     client.wait_for(lambda: client.received.get(handles[-1], 0) > 0, "tokens")
-    link = client.pump._links[0]
+    link = client.pump._connections[0]
     assert link is not None
-    client.pump._do(lambda: link.dealer.send(bytes(MAX_FRAME_BYTES + 1), copy=False))
-    client.pump._do(lambda: link.push.send(bytes(MAX_FRAME_BYTES + 1), copy=False))
+    client.pump._call_soon(lambda: link.dealer.send(bytes(MAX_FRAME_BYTES + 1), copy=False))
+    client.pump._call_soon(lambda: link.push.send(bytes(MAX_FRAME_BYTES + 1), copy=False))
     client.wait_outage()
     handles += [client.add(count=5) for _ in range(5)]
     client.wait_ends(*handles)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.transport.wire.strategies import messages
 
-from wavecore.transport.io.client_stream import Limits
+from wavecore.transport.io.client_stream import ClientLimits
 from wavecore.transport.wire import messages as m
 from wavecore.transport.wire.codec import decode, encode
 from wavecore.transport.wire.tensors import from_numpy
@@ -25,10 +25,10 @@ class Raw:
     """A client that speaks frames, with a session of its own."""
 
     def __init__(self, engine: Any, raw_socket: Callable[..., zmq.Socket[bytes]]) -> None:
-        self.client = b"raw client 16 by"
+        self.client_id = b"raw client 16 by"
         self.epoch = engine.epoch
         self.push = raw_socket(zmq.PUSH, engine.addresses[0])
-        self.dealer = raw_socket(zmq.DEALER, engine.addresses[1], self.client)
+        self.dealer = raw_socket(zmq.DEALER, engine.addresses[1], self.client_id)
         self.dealer.send_multipart(encode(m.Hello("test")))
         self.wait(m.Ready)
 
@@ -61,7 +61,7 @@ def test_random_and_mutated_frames_on_both_sockets(hostile: Any, make_client: An
     client.wait_ends(*[client.add(count=5) for _ in range(5)])
     assert len(engine.added) == 5
     assert not engine.failed
-    assert all(thread.is_alive() for thread in engine._threads)
+    assert all(thread.is_alive() for thread in (engine.input._thread, engine.output._thread, engine.loop))
 
 
 def test_pickles_make_no_file(hostile: Any, make_client: Any, tmp_path: Path) -> None:
@@ -86,13 +86,13 @@ def test_bad_tensor_ends_that_request_with_the_reason(hostile: Any) -> None:
     """The stream goes on behind it."""
     engine, raw = hostile()
     prompt = from_numpy(np.arange(3, dtype=np.int32))
-    main, pack = encode(m.Add(raw.epoch, raw.client, 1, 70, prompt, {}))
+    main, pack = encode(m.Add(raw.epoch, raw.client_id, 1, 70, prompt, {}))
     raw.push.send_multipart([main, pack[:-1]])
     step = raw.wait(m.Step)
     assert step.output.handles.tolist() == [70]
     assert step.output.finish.tolist() == [m.FinishReason.ERROR]
     assert step.output.extras[0]["code"] == "protocol"
-    raw.push.send_multipart(encode(m.Add(raw.epoch, raw.client, 2, 71, prompt, {})))
+    raw.push.send_multipart(encode(m.Add(raw.epoch, raw.client_id, 2, 71, prompt, {})))
     while raw.wait(m.Step).output.handles.tolist() != [71]:
         continue
     assert [handle for _, handle in engine.added] == [71]
@@ -100,7 +100,7 @@ def test_bad_tensor_ends_that_request_with_the_reason(hostile: Any) -> None:
 
 def test_bad_call_is_answered(hostile: Any) -> None:
     _, raw = hostile()
-    raw.push.send_multipart([msgpack.packb([1, 3, raw.epoch, raw.client, 1, 5, "echo", ["no map"]])])
+    raw.push.send_multipart([msgpack.packb([1, 3, raw.epoch, raw.client_id, 1, 5, "echo", ["no map"]])])
     result = raw.wait(m.Result)
     assert (result.call, result.error_code) == (5, "protocol")
 
@@ -108,9 +108,9 @@ def test_bad_call_is_answered(hostile: Any) -> None:
 def test_other_lives_and_strangers_are_ignored(hostile: Any) -> None:
     engine, raw = hostile()
     prompt = from_numpy(np.arange(3, dtype=np.int32))
-    raw.push.send_multipart(encode(m.Add(b"another life 16b", raw.client, 1, 1, prompt, {})))
+    raw.push.send_multipart(encode(m.Add(b"another life 16b", raw.client_id, 1, 1, prompt, {})))
     raw.push.send_multipart(encode(m.Add(raw.epoch, b"stranger 16bytes", 1, 2, prompt, {})))
-    raw.push.send_multipart(encode(m.Add(raw.epoch, raw.client, 1, 3, prompt, {})))
+    raw.push.send_multipart(encode(m.Add(raw.epoch, raw.client_id, 1, 3, prompt, {})))
     raw.wait(m.Step)
     assert [handle for _, handle in engine.added] == [3]
 
@@ -118,14 +118,14 @@ def test_other_lives_and_strangers_are_ignored(hostile: Any) -> None:
 def test_ping_without_a_session_is_told_so(hostile: Any) -> None:
     engine, raw = hostile()
     raw.dealer.send_multipart(encode(m.Ping(b"another life 16b", 0)))
-    assert raw.wait(m.Gone).epoch == engine.epoch
-    assert raw.client in engine.output.sessions  # a stale ping is no reason to forget a living session
+    assert raw.wait(m.UnknownClient).epoch == engine.epoch
+    assert raw.client_id in engine.output.sessions  # a stale ping is no reason to forget a living session
 
 
 def test_gap_is_reported_at_once_and_the_hole_is_filled(hostile: Any) -> None:
     engine, raw = hostile()
     prompt = from_numpy(np.arange(3, dtype=np.int32))
-    adds = {n: encode(m.Add(raw.epoch, raw.client, n, n, prompt, {})) for n in range(1, 5)}
+    adds = {n: encode(m.Add(raw.epoch, raw.client_id, n, n, prompt, {})) for n in range(1, 5)}
     for number in (1, 3, 4):
         raw.push.send_multipart(adds[number])
     while not (beat := raw.wait(m.Heartbeat)).gap:
@@ -148,11 +148,11 @@ def test_lying_acknowledgement_is_dropped(hostile: Any, make_client: Any) -> Non
 
 def test_unread_results_are_bounded(hostile: Any, eventually: Any) -> None:
     """Values count, not only tensors: who calls and never acknowledges is dropped before it is silent for long."""
-    engine, raw = hostile(limits=Limits(held_bytes=10 << 20, silent_ticks=3600, stalled_ticks=3600))
+    engine, raw = hostile(limits=ClientLimits(held_bytes=10 << 20, silent_ticks=3600, stalled_ticks=3600))
     for number in range(1, 31):
         text = {"text": "x" * 1_000_000}
-        raw.push.send_multipart(encode(m.Utility(raw.epoch, raw.client, number, number, "echo", text)))
-    eventually(lambda: raw.client in engine.gone, "the drop")
+        raw.push.send_multipart(encode(m.Utility(raw.epoch, raw.client_id, number, number, "echo", text)))
+    eventually(lambda: raw.client_id in engine.gone, "the drop")
 
 
 def test_identity_of_another_length_gets_no_session(hostile: Any, make_client: Any, raw_socket: Any) -> None:
@@ -172,6 +172,6 @@ def test_failure_of_a_pump_reaches_the_engine(make_engine: Any, eventually: Any)
     def bug() -> None:
         raise RuntimeError("a bug")
 
-    engine.output._do(bug)
+    engine.output._call_soon(bug)
     eventually(lambda: bool(engine.failed), "the news")
-    assert engine.failed[0].where == "output thread"
+    assert engine.failed[0].thread == "output thread"

@@ -12,7 +12,7 @@ import pytest
 
 from wavecore.transport.errors import EngineDead, MessageTooLarge
 from wavecore.transport.io import connection
-from wavecore.transport.io.client_pump import Failed
+from wavecore.transport.io.connection import ClientFailed
 from wavecore.transport.wire.messages import Heartbeat, Ready
 from wavecore.transport.wire.tensors import to_numpy
 
@@ -108,7 +108,7 @@ def test_slow_admission_holds_up_no_output(make_engine: Any, make_client: Any) -
     large = client.add(prompt=np.zeros(12 << 20, np.int32), slow=True)  # 48 MiB
     so_far = client.received[running]
     client.wait_for(lambda: client.received[running] > so_far + 50, "50 more tokens")
-    assert (client.pump.session(0), large) not in engine.added
+    assert (client.pump.client_id(0), large) not in engine.added
     engine.admission.set()
     client.wait_ends(large)
     client.abort(running)
@@ -171,7 +171,7 @@ def test_one_client_talks_to_several_engines(make_engine: Any, make_client: Any,
     for index, engine in enumerate(engines):
         client.pump.connect(index, *engine.addresses)
     client.wait_for(lambda: client.saw(Ready, 3), "three READYs")
-    assert len({client.pump.session(index) for index in range(3)}) == 3
+    assert len({client.pump.client_id(index) for index in range(3)}) == 3
     client.wait_ends(client.add(count=3))
 
 
@@ -227,7 +227,7 @@ def test_goodbye_is_heard_at_once_and_alarms_nobody(
     client.connect(engine.addresses)
     client.add(count=1 << 20)
     client.wait_for(lambda: client.received.get(0, 0) > 0, "a token")
-    identity = client.pump.session(0)
+    identity = client.pump.client_id(0)
     started = time.monotonic()
     client.pump.close()
     eventually(lambda: not engine.open and identity not in engine.output.sessions, "the end of its request")
@@ -243,8 +243,8 @@ def test_failure_of_the_io_thread_is_told(make_engine: Any, make_client: Any, mo
     def bug() -> None:
         raise RuntimeError("a bug")
 
-    client.pump._do(bug)
-    client.wait_for(lambda: client.saw(Failed), "the news")
+    client.pump._call_soon(bug)
+    client.wait_for(lambda: client.saw(ClientFailed), "the news")
     client.pump.close()
     with pytest.raises(EngineDead):
         client.add()

@@ -9,7 +9,7 @@ import zmq
 from wavecore.transport.addresses import parse_address
 from wavecore.transport.curve import CurveServer, KeyPair, create_keys
 from wavecore.transport.errors import ConfigError, ResourceError, StartError
-from wavecore.transport.io.authenticator import Endpoint
+from wavecore.transport.io.authenticator import BoundSocket
 from wavecore.transport.waker import Waker
 
 
@@ -67,35 +67,35 @@ def test_every_socket_is_bounded(raw_socket: Any, ipc: tuple[str, str], kind: in
 
 def test_address_that_cannot_be_bound(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="missing"):
-        Endpoint(zmq.PULL, f"ipc://{tmp_path}/missing/x", None)
+        BoundSocket(zmq.PULL, f"ipc://{tmp_path}/missing/x", None, print)
     create_keys(tmp_path)
     server = CurveServer.load(tmp_path)
-    first = Endpoint(zmq.PULL, "tcp://127.0.0.1:0", server)
+    first = BoundSocket(zmq.PULL, "tcp://127.0.0.1:0", server, print)
     with pytest.raises(ResourceError, match="cannot use"):
-        Endpoint(zmq.ROUTER, first.address, server)
+        BoundSocket(zmq.ROUTER, first.address, server, print)
     first.close(0)
 
 
 def test_port_is_chosen_once_and_bound_again(tmp_path: Path) -> None:
     create_keys(tmp_path)
     server = CurveServer.load(tmp_path)
-    first = Endpoint(zmq.PULL, "tcp://127.0.0.1:0", server)
+    first = BoundSocket(zmq.PULL, "tcp://127.0.0.1:0", server, print)
     assert not first.address.endswith(":0")
     first.close(0)
-    again = Endpoint(zmq.PULL, first.address, server)
+    again = BoundSocket(zmq.PULL, first.address, server, print)
     assert again.address == first.address
     again.close(0)
 
 
-def test_endpoint_gives_everything_back(tmp_path: Path) -> None:
+def test_bound_socket_gives_everything_back(tmp_path: Path) -> None:
     create_keys(tmp_path)
     server = CurveServer.load(tmp_path)
-    Endpoint(zmq.PULL, "tcp://127.0.0.1:0", server).close(0)  # libraries open their own descriptors once
+    BoundSocket(zmq.PULL, "tcp://127.0.0.1:0", server, print).close(0)  # libraries open their own descriptors once
     before = _descriptors()
     for _ in range(3):
-        Endpoint(zmq.ROUTER, "tcp://127.0.0.1:0", server).close(0)
+        BoundSocket(zmq.ROUTER, "tcp://127.0.0.1:0", server, print).close(0)
         with pytest.raises(StartError):
-            Endpoint(zmq.PULL, f"ipc://{tmp_path}/missing/x", server)
+            BoundSocket(zmq.PULL, f"ipc://{tmp_path}/missing/x", server, print)
     assert _descriptors() == before
 
 

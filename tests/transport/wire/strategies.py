@@ -77,7 +77,7 @@ messages = st.one_of(
         m.Heartbeat, token16, number, number, count, count, count, count,
         st.floats(allow_nan=False, allow_infinity=False), st.booleans(),
     ),
-    st.builds(m.Gone, token16),
+    st.builds(m.UnknownClient, token16),
     st.builds(m.Dead, token16, text, text, text, st.integers(-1, 1 << 20), text),
     st.builds(m.Bye, token16, number),
 )  # fmt: skip

@@ -276,7 +276,7 @@ def test_a_fault_after_the_head_says_whose_message_it_is() -> None:
     main, pack = encode(add)
     with pytest.raises(ProtocolError, match=r"Add\.prompt") as caught:
         decode([main, pack[:-1]])
-    assert caught.value.partial == (m.Add, {"epoch": EPOCH, "client": CLIENT, "number": 5, "handle": 77})
+    assert caught.value.partial == (m.Add, {"epoch": EPOCH, "client_id": CLIENT, "number": 5, "handle": 77})
 
 
 def test_defaults_may_be_left_out() -> None:

@@ -1,0 +1,133 @@
+"""A thread that owns sockets: it sleeps until one of them has something, another thread hands it a call, or time is up.
+
+Whatever ends it, it gives back all that it owns; if that is a failure, whoever made it hears the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from wavecore.transport.waker import Waker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class IoThreadFailed:
+    """An IO thread ended on a bug. An engine that is deaf or mute must end."""
+
+    thread: str
+    error: BaseException
+
+
+class IoThread:
+    """The life of a thread; what it does in each turn is up to the class that extends this one.
+
+    `start`, `stop`, `join` and `close` may be called by any thread. `_turn`, `_tick`, `_is_flushed` and `_release` run
+    in the thread itself, and so do the calls that `_call_soon` queues. `_poller` belongs to the thread, too.
+
+    Args:
+        name: of the thread.
+        on_failure: called in the thread when a bug ends it.
+
+    Attributes:
+        tick_seconds: time between two calls of `_tick`; infinite: a thread that nothing happens to never wakes up.
+    """
+
+    tick_seconds = math.inf
+
+    def __init__(self, name: str, on_failure: Callable[[IoThreadFailed], object]) -> None:
+        self._on_failure = on_failure
+        self._calls: deque[Callable[[], object]] = deque()
+        self._end_by = math.inf  # monotonic time; finite once the thread is to end
+        self._waker = Waker()
+        self._poller = zmq.Poller()
+        self._poller.register(self._waker.fd, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def native_id(self) -> int:
+        """The kernel's number of the thread; 0 before `start`."""
+        return self._thread.native_id or 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask the thread to end, without waiting for it."""
+        self._end_within(0.0)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of a thread that was started."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def close(self) -> None:
+        """Stop, and wait for the end. A thread that was never started only gives back what it owns."""
+        self.stop()
+        if self._thread.ident is None:
+            self._release()
+        self.join()
+
+    def _end_within(self, seconds: float) -> None:
+        self._end_by = min(self._end_by, time.monotonic() + seconds)
+        self._waker.wake()
+
+    def _call_soon(self, call: Callable[[], object]) -> None:
+        self._calls.append(call)
+        self._waker.wake()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            logger.exception("%s failed", self._thread.name)
+            self._on_failure(IoThreadFailed(self._thread.name, error))
+        finally:
+            self._release()
+
+    def _loop(self) -> None:
+        next_tick = time.monotonic() + self.tick_seconds
+        while True:
+            wait = min(next_tick, self._end_by) - time.monotonic()
+            ready = dict(self._poller.poll(None if wait == math.inf else max(0, math.ceil(wait * 1000))))
+            if self._waker.fd in ready:
+                self._waker.clear()
+            for _ in range(len(self._calls)):  # what is queued meanwhile waits for the next turn
+                self._calls.popleft()()
+            self._turn(ready)
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + self.tick_seconds
+                self._tick()
+            if self._is_ending and not self._calls and (now >= self._end_by or self._is_flushed()):
+                return
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._end_by < math.inf
+
+    def _turn(self, ready: Mapping[Any, int]) -> None:
+        """Read from the sockets that are `ready` (as zmq.Poller tells), and write what is to be written."""
+
+    def _tick(self) -> None:
+        """`tick_seconds` went by."""
+
+    def _is_flushed(self) -> bool:
+        """Whether a thread that is to end may do so before its time is up."""
+        return True
+
+    def _release(self) -> None:
+        """Give everything back. Called once by the thread at its end, or by `close` instead."""
+        self._waker.close()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from wavecore.transport.errors import MessageTooLarge, ProtocolError, WavecoreError
+from wavecore.transport.errors import MessageTooLarge, ProtocolError
 from wavecore.transport.io.sessions import ClientInput
 from wavecore.transport.wire.codec import Frames, encode
 from wavecore.transport.wire.delivery import Outbox
@@ -20,6 +20,7 @@ HELD_MESSAGES = 10_000  # not acknowledged; only results can be so many, see `pu
 MERGE_EVERY = 64  # merging each step would copy all that waits each time
 
 logger = logging.getLogger(__name__)
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,45 +110,29 @@ class ClientStream:
         self._waiting_bytes += size_of(output)
         self._load = load
         if len(self._waiting) - self._waiting_merged >= MERGE_EVERY:
-            self._waiting = [merge(*group) for group in _groups(self._waiting)]
+            self._waiting = [merge(*group) for group in _groups(self._waiting, size_of, STEP_BYTES)]
             self._waiting_merged = len(self._waiting)
             self._waiting_bytes = sum(map(size_of, self._waiting))
 
-    def put_result(
-        self, call: int, value: Any, frames: Sequence[TensorFrame], error: WavecoreError | None, now: float
-    ) -> None:
-        """Queue a utility call's answer, in chunks of CHUNK_BYTES, the value in the last.
+    def put_result(self, result: Result, now: float) -> None:
+        """Queue a utility call's answer, in chunks of CHUNK_BYTES of frames, the value in the last.
 
         Results do not wait for room in the window: they cannot be merged, and calls are bounded where they come in.
         """
-        chunk: list[TensorFrame] = []
-        size = 0
         try:
-            if sum(len(frame.buffer) for frame in frames) > MAX_RESULT_BYTES:
+            if sum(map(_frame_bytes, result.frames)) > MAX_RESULT_BYTES:
                 raise MessageTooLarge(f"the result is larger than {MAX_RESULT_BYTES} bytes: ask for less")
-            for frame in frames:
-                if chunk and size + len(frame.buffer) > CHUNK_BYTES:
-                    self._append_result(call, False, None, chunk, None, now)
-                    chunk, size = [], 0
-                chunk.append(frame)
-                size += len(frame.buffer)
-            self._append_result(call, True, value, chunk, error, now)
+            *chunks, last = list(_groups(result.frames, _frame_bytes, CHUNK_BYTES)) or [[]]
+            for chunk in chunks:
+                self._append_result(replace(result, last=False, value=None, frames=tuple(chunk)), now)
+            self._append_result(replace(result, frames=tuple(last)), now)
         except ProtocolError as fault:
-            logger.exception("the result of call %d cannot travel", call)
-            self._append_result(call, True, None, (), fault, now)
+            logger.exception("the result of call %d cannot travel", result.call)
+            failed = replace(result, error_code=fault.code, error=str(fault), value=None, frames=())
+            self._append_result(failed, now)
 
-    def _append_result(
-        self,
-        call: int,
-        last: bool,
-        value: Any,
-        frames: Sequence[TensorFrame],
-        error: WavecoreError | None,
-        now: float,
-    ) -> None:
-        code, text = (error.code, str(error).encode(errors="replace").decode()) if error else ("", "")
-        number = self._outbox.last_number + 1
-        self._outbox.append(encode(Result(self._epoch, number, call, last, code, text, value, tuple(frames))), now)
+    def _append_result(self, result: Result, now: float) -> None:
+        self._outbox.append(encode(replace(result, number=self._outbox.last_number + 1)), now)
 
     def next_frames(self, now: float) -> Frames | None:
         """The next message to transmit, encoded when its turn comes; None: nothing, or no room in the window."""
@@ -159,7 +144,7 @@ class ClientStream:
         self._outbox.advance()
 
     def _append_step(self, now: float) -> None:
-        group = next(_groups(self._waiting))
+        group = next(_groups(self._waiting, size_of, STEP_BYTES))
         del self._waiting[: len(group)]
         self._waiting_merged = max(0, self._waiting_merged - len(group))
         self._waiting_bytes -= sum(map(size_of, group))
@@ -175,15 +160,19 @@ class ClientStream:
         return encode(Step(self._epoch, self._outbox.last_number + 1, output, self._load))
 
 
-def _groups(parts: list[StepTokens]) -> Iterator[list[StepTokens]]:
-    """Neighbours that fit into one message together."""
-    group: list[StepTokens] = []
-    size = 0
+def _frame_bytes(frame: TensorFrame) -> int:
+    return len(frame.buffer)
+
+
+def _groups(parts: Iterable[Part], size: Callable[[Part], int], limit: int) -> Iterator[list[Part]]:
+    """Neighbours whose sizes are at most `limit` together; a larger one stands alone."""
+    group: list[Part] = []
+    total = 0
     for part in parts:
-        if group and size + size_of(part) > STEP_BYTES:
+        if group and total + size(part) > limit:
             yield group
-            group, size = [], 0
+            group, total = [], 0
         group.append(part)
-        size += size_of(part)
+        total += size(part)
     if group:
         yield group

@@ -106,13 +106,14 @@ class Connection:
         self._curve = curve
         self._emit = emit
         self._lock = threading.Lock()  # around _session and its outbox, which `send` uses from other threads
-        self._session: Session | None = None
+        self._session: Session | None = None  # a lost one stays until READY
         self._complaints = Complaints(logger)
         self._open()
 
     def _open(self) -> None:
         """New sockets under a new client_id: nothing of an earlier session can reach this one."""
         self._client_id = secrets.token_bytes(16)
+        self._present: Session | None = None  # the one on these sockets; for the IO thread
         self._inbox = Inbox()
         self._partial: dict[int, list[TensorFrame]] = {}  # chunks of results by call
         self._up = False
@@ -128,9 +129,8 @@ class Connection:
 
     def close(self, linger_ms: int = 0) -> None:
         """Give the sockets back. With time to linger the engine hears that the client left on purpose."""
-        session = self._current_session()
-        if linger_ms and self._up and session is not None:
-            _send(self.dealer, encode(Bye(session.epoch, session.outbox.last_number)))
+        if linger_ms and self._up and self._present is not None:
+            _send(self.dealer, encode(Bye(self._present.epoch, self._present.outbox.last_number)))
         for socket in (self.push, self.dealer, self._monitor.channel):
             self._poller.register(socket, 0)
         self._monitor.close()
@@ -164,16 +164,10 @@ class Connection:
 
     # --- the IO thread ------------------------------------------------------------------------------------------------
 
-    def _current_session(self) -> Session | None:
-        """The session, if it belongs to the present sockets: a lost one stays until READY."""
-        session = self._session
-        return session if session is not None and session.client_id == self._client_id else None
-
     @property
     def flushed(self) -> bool:
-        session = self._current_session()
         with self._lock:
-            return session is None or session.outbox.peek() is None
+            return self._present is None or self._present.outbox.peek() is None
 
     def turn(self, ready: Mapping[Any, int]) -> None:
         """One turn of the thread: `ready` are the sockets that have something."""
@@ -185,7 +179,7 @@ class Connection:
 
     def _transmit(self) -> None:
         """Hand what is queued to the PUSH, as far as it takes it."""
-        session = self._current_session()
+        session = self._present
         if session is None:
             return
         with self._lock:
@@ -229,7 +223,7 @@ class Connection:
         self._greet(new_connection=False)
 
     def _greet(self, new_connection: bool) -> None:
-        session = self._current_session()
+        session = self._present
         if session is None:
             _send(self.dealer, self._hello)
             return
@@ -240,17 +234,16 @@ class Connection:
         self._ping(again=new_connection)
 
     def _ping(self, again: bool = False) -> None:
-        session = self._current_session()
-        if session is not None:
+        if self._present is not None:
             seen, gap = self._inbox.report()
-            _send(self.dealer, encode(Ping(session.epoch, seen, gap or again)))
+            _send(self.dealer, encode(Ping(self._present.epoch, seen, gap or again)))
 
     def _handle(self, message: Message, size: int) -> bool:
         if isinstance(message, UnknownClient):
             return self._reopen()
         if isinstance(message, Ready):
             return self._ready(message)
-        session = self._current_session()
+        session = self._present
         if session is None and isinstance(message, Dead):  # refused at the door
             self._emit(message)
             return False
@@ -276,12 +269,13 @@ class Connection:
         return False
 
     def _ready(self, ready: Ready) -> bool:
-        session = self._current_session()
-        if session is not None:
+        if self._present is not None:
             # A HELLO that was sent twice is answered twice; another epoch means the engine restarted in between.
-            return session.epoch != ready.epoch and self._reopen()
+            return self._present.epoch != ready.epoch and self._reopen()
         with self._lock:
-            self._session = Session(self._client_id, ready.epoch, Outbox(MAX_UNACKNOWLEDGED, MAX_UNACKNOWLEDGED_BYTES))
+            self._present = self._session = Session(
+                self._client_id, ready.epoch, Outbox(MAX_UNACKNOWLEDGED, MAX_UNACKNOWLEDGED_BYTES)
+            )
         self._up = True
         self._silent_ticks = 0
         self._emit(ready)

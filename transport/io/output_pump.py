@@ -40,6 +40,7 @@ from wavecore.transport.wire.messages import (
     Message,
     Ping,
     Ready,
+    Result,
     StepTokens,
     TensorFrame,
     UnknownClient,
@@ -130,7 +131,9 @@ class OutputPump(IoThread):
         error: WavecoreError | None = None,
     ) -> None:
         """Answer a utility call."""
-        self._call_soon(lambda: self._put_result(client_id, call, value, frames, error))
+        code, text = (error.code, _sendable(str(error))) if error else ("", "")
+        result = Result(self._epoch, 0, call, True, code, text, value, tuple(frames))
+        self._call_soon(lambda: self._put_result(client_id, result))
 
     def put_dead(self, code: str, message: str, phase: str, rank: int, traceback: str) -> None:
         """Last words, to every client."""
@@ -231,12 +234,10 @@ class OutputPump(IoThread):
             stream.put(output, load)
             self._mark(client_id, stream)
 
-    def _put_result(
-        self, client_id: bytes, call: int, value: Any, frames: Sequence[TensorFrame], error: WavecoreError | None
-    ) -> None:
+    def _put_result(self, client_id: bytes, result: Result) -> None:
         stream = self._streams.get(client_id)
         if stream is not None:
-            stream.put_result(call, value, frames, error, time.monotonic())
+            stream.put_result(result, time.monotonic())
             stream.input.answered += 1
             self._mark(client_id, stream)
 

@@ -17,7 +17,7 @@ from typing import Any
 from wavecore.transport.errors import RequestError, StartError, WavecoreError, from_code
 from wavecore.transport.processes.child import STACKS_SIGNAL
 from wavecore.transport.processes.deployment import Cause, EngineEntry
-from wavecore.transport.processes.process import Child, ChildSpec, LineReader
+from wavecore.transport.processes.process import Child, ChildSpec, LineReader, explain_end
 from wavecore.transport.processes.stall import StallWatch
 
 WINDOW_SECONDS = 600.0
@@ -180,13 +180,12 @@ class EngineProcess:
 
     def _read(self, lines: LineReader, on_line: Callable[[str], None]) -> None:
         """One of the child's pipes has something to read, or is at its end."""
-        if self._child is None:  # it ended in the same turn of the selector
+        if self._child is None or lines.ended:  # the child ended in the same turn of the selector
             return
-        texts = lines.read()
-        if texts is None:
-            self._selector.unregister(lines.fd)
-        for text in texts or ():
+        for text in lines.read():
             on_line(text)
+        if lines.ended:
+            self._selector.unregister(lines.fd)
 
     def _on_end(self) -> None:
         """The child's process is gone."""
@@ -196,9 +195,8 @@ class EngineProcess:
         child.kill()  # what it started ends with it, and lets go of the pipes
         for lines, on_line in self._pipes:
             for _ in range(_LAST_READS):  # bounded: a stray descendant may go on writing
-                if lines.fd in self._selector.get_map() and _has_data(lines.fd):
-                    self._read(lines, on_line)
-            if lines.fd in self._selector.get_map():
+                self._read(lines, on_line)
+            if not lines.ended:
                 self._selector.unregister(lines.fd)
         self._selector.unregister(child.pidfd)
         returncode = child.reap()
@@ -262,7 +260,8 @@ class EngineProcess:
         cause = self._reported or self._kill_reason
         if cause is None:
             kind = "signal" if returncode < 0 else "exit"
-            cause = Cause(kind, child.explain_end(returncode, tail), self._phase)
+            message = explain_end(self._spec, child.pid, returncode, tail, child.oom_kills)
+            cause = Cause(kind, message, self._phase)
         return replace(cause, signal=max(0, -returncode), status=max(-1, returncode), log_tail=tail)
 
     def _bind(self, which: str) -> str:
@@ -278,9 +277,3 @@ def _as_error(cause: Cause) -> WavecoreError:
         error = StartError(f"{cause.message}{where}")
         error.add_note(cause.traceback or "\n".join(("Its last output:", *cause.log_tail[-20:])))
     return error
-
-
-def _has_data(fd: int) -> bool:
-    with selectors.PollSelector() as once:
-        once.register(fd, selectors.EVENT_READ)
-        return bool(once.select(0))

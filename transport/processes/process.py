@@ -69,10 +69,11 @@ class Child:
         pidfd: readable when it has ended.
         status_fd, log_fd: non-blocking read ends: status lines; standard output and error together.
         progress: see stall.ProgressPage.
+        oom_kills: the kernel's count at the start, for `explain_end`.
     """
 
     def __init__(self, spec: ChildSpec, argv: Sequence[str] = ()) -> None:
-        self._spec, self._oom_kills = spec, oom_kills()
+        self.oom_kills = oom_kills()
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             config = _give(theirs, os.memfd_create("wavecore-config"))
             os.write(config, spec.config.encode())
@@ -119,35 +120,26 @@ class Child:
         self._ours.close()
         return code
 
-    def explain_end(self, returncode: int, output: Sequence[str]) -> str:
-        """One or two sentences about a child that ended without a report of its own.
-
-        Args:
-            returncode: of `reap`.
-            output: its last lines.
-        """
-        return explain_end(self._spec, self.pid, returncode, output, self._oom_kills)
-
 
 class LineReader:
     """Cuts what a non-blocking pipe gives into lines; remembers the last ones."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.ended = False  # the pipe has no writer any more
         self._rest = b""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
 
-    def read(self) -> list[str] | None:
-        """The lines that arrived, None at the end of the pipe (a last line without its newline is given first)."""
+    def read(self) -> list[str]:
+        """The lines that arrived; at the end of the pipe also a last one without its newline."""
         try:
             data = os.read(self.fd, _CHUNK)
         except BlockingIOError:
             return []
-        if not data and not self._rest:
-            return None
+        self.ended = not data
         # a progress bar rewrites its line with \r; a line without an end may not grow for ever
         *lines, rest = (self._rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        if not data or len(rest) > _MAX_UNENDED:
+        if self.ended or len(rest) > _MAX_UNENDED:
             lines, rest = [*lines, rest], b""
         self._rest = rest
         texts = [line.decode(errors="replace") for line in lines if line]
@@ -186,7 +178,13 @@ def oom_kills() -> int:
 
 
 def explain_end(spec: ChildSpec, pid: int, returncode: int, output: Sequence[str], oom_kills_before: int) -> str:
-    """See `Child.explain_end`; `oom_kills_before` = `oom_kills()` when it was started."""
+    """One or two sentences about a child that ended without a report of its own.
+
+    Args:
+        returncode: of `Child.reap`.
+        output: its last lines.
+        oom_kills_before: `oom_kills()` when it was started.
+    """
     if returncode >= 0:
         return f"{spec.name} (pid {pid}) exited with status {returncode}{_hint(output)}"
     number = -returncode

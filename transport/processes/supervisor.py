@@ -123,11 +123,8 @@ class Supervisor:
             raise
         return self._dir.path
 
-    def request_stop(self, drain: float = 0.0) -> None:
-        """Ask for `stop` without waiting for it. May be called from a signal handler."""
-        self._request_stop(drain)
-
-    def _request_stop(self, drain: float, why: str = "") -> None:
+    def request_stop(self, drain: float = 0.0, why: str = "") -> None:
+        """Ask for `stop` without waiting for it; `why` is logged. May be called from a signal handler."""
         self._stops.put((drain, why))
         if self._waker is not None:
             self._waker.wake()
@@ -192,7 +189,7 @@ class Supervisor:
 
         def handle(number: int, _frame: FrameType | None) -> None:
             received.append(number)
-            self._request_stop(self._limits.drain if len(received) == 1 else 0.0, SIGNALS[signal.Signals(number)])
+            self.request_stop(self._limits.drain if len(received) == 1 else 0.0, SIGNALS[signal.Signals(number)])
 
         numbers = [n for n in SIGNALS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
         before = {number: signal.signal(number, handle) for number in numbers}

@@ -77,7 +77,7 @@ def test_lines_of_a_pipe() -> None:
     assert lines.read() == ["two", " 50%", "100%"]
     os.close(write)
     assert lines.read() == ["three�"]
-    assert lines.read() is None
+    assert lines.ended
     assert list(lines.tail) == ["one", "two", " 50%", "100%", "three�"]
     os.close(read)
 
@@ -89,7 +89,7 @@ def test_a_line_without_an_end_is_cut() -> None:
     got: list[str] = []
     for _ in range(40):
         os.write(write, b"x" * 60_000)
-        got += lines.read() or []
+        got += lines.read()
     os.close(read)
     os.close(write)
     assert sum(map(len, got)) > 1 << 20

@@ -13,16 +13,27 @@ code or a type to import.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
+from typing import Any, get_args
 
 import msgpack
+import numpy as np
 
 from wavecore.transport.errors import MessageTooLarge, ProtocolError
 from wavecore.transport.wire import messages
-from wavecore.transport.wire.schema import FIELDS, has_default
-from wavecore.transport.wire.tensors import ZERO_COPY_BYTES, TensorReader, TensorWriter
+from wavecore.transport.wire.checks import FINITE, ON_WIRE, bytes16, plain, table, text
+from wavecore.transport.wire.messages import StepTokens, TensorFrame
+from wavecore.transport.wire.step_tokens import check_step_tokens
+from wavecore.transport.wire.tensors import (
+    DTYPES,
+    MAX_DIMS,
+    ZERO_COPY_BYTES,
+    TensorReader,
+    TensorWriter,
+    byte_length,
+)
 
 Buffer = bytes | memoryview
 Frames = list[Buffer]
@@ -32,10 +43,9 @@ MAX_MESSAGE_BYTES = 2 * MAX_FRAME_BYTES  # ZMQ bounds a frame only
 MAX_MAIN_BYTES = 4 << 20  # msgpack can blow up 64-fold in memory (empty lists), so the structured part stays small
 MAX_FRAMES = 2 + MAX_MESSAGE_BYTES // ZERO_COPY_BYTES
 MAX_ITEMS = 1 << 17  # of one array or map
-
-_CLASSES = tuple(FIELDS)  # kind n on the wire is the n-th of them, from 1
-_NUMBERS = {cls: number for number, cls in enumerate(_CLASSES, start=1)}
-_REQUIRED = {cls: sum(not has_default(field) for field in fields(cls)) for cls in _CLASSES}
+MAX_TENSORS = 1 << 16
+MAX_DIM = 1 << 40
+MAX_COUNT = (1 << 64) - 1
 
 
 def encode(message: messages.Message) -> Frames:
@@ -112,7 +122,7 @@ def _unpack(frame: Buffer) -> Any:
     try:
         return msgpack.unpackb(
             frame,
-            strict_map_key=False,  # extras are keyed by index; the schema checks every key
+            strict_map_key=False,  # extras are keyed by index; `check_step_tokens` checks every key
             ext_hook=_refuse_ext,
             max_ext_len=0,
             max_array_len=MAX_ITEMS,
@@ -124,3 +134,139 @@ def _unpack(frame: Buffer) -> Any:
 
 def _refuse_ext(code: int, data: bytes) -> Any:
     raise ValueError(f"extension type {code} of {len(data)} bytes")
+
+
+# --- how each field is written and checked ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How fields of one kind are written (a value -> something msgpack takes) and read (what msgpack gave -> a value).
+
+    Both raise ProtocolError on a value out of its bounds, so that a sender finds its mistake and a receiver believes
+    nothing.
+    """
+
+    write: Callable[[Any, TensorWriter], Any]
+    read: Callable[[Any, TensorReader], Any]
+
+
+def _scalar(check: Callable[[Any], Any]) -> Kind:
+    """A kind that looks the same in the message and on the wire."""
+    return Kind(lambda value, _: check(value), lambda value, _: check(value))
+
+
+def _whole(low: int, high: int) -> Kind:
+    whole = ON_WIRE.whole
+    return Kind(lambda value, _: whole("", value, low, high), lambda value, _: whole("", value, low, high))
+
+
+def _write_tensor(value: TensorFrame, tensors: TensorWriter) -> list[Any]:
+    size = _tensor_bytes(value.dtype, value.shape)
+    buffer = value.buffer if isinstance(value.buffer, bytes) else value.buffer.cast("B")
+    if size != len(buffer):
+        raise ProtocolError(f"{value.dtype}{list(value.shape)} is {size} bytes, its buffer {len(buffer)}")
+    tensors.add(buffer)
+    return [value.dtype, value.shape]
+
+
+def _read_tensor(raw: Any, tensors: TensorReader) -> TensorFrame:
+    if type(raw) is not list or len(raw) != 2 or type(raw[1]) is not list:
+        raise ProtocolError("must be a tensor [dtype, shape]")
+    shape = tuple(raw[1])
+    return TensorFrame(raw[0], shape, tensors.take(_tensor_bytes(raw[0], shape)))
+
+
+def _tensor_bytes(dtype: Any, shape: tuple[Any, ...]) -> int:
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise ProtocolError(f"unknown dtype {dtype!r:.40}")
+    if len(shape) > MAX_DIMS:
+        raise ProtocolError(f"{len(shape)} dimensions, {MAX_DIMS} at most")
+    for dim in shape:
+        ON_WIRE.whole("", dim, 0, MAX_DIM)
+    return byte_length(dtype, shape)
+
+
+def _write_tensors(value: tuple[TensorFrame, ...], tensors: TensorWriter) -> list[Any]:
+    return [_write_tensor(frame, tensors) for frame in value]
+
+
+def _read_tensors(raw: Any, tensors: TensorReader) -> tuple[TensorFrame, ...]:
+    if type(raw) is not list or len(raw) > MAX_TENSORS:
+        raise ProtocolError(f"must be a list of at most {MAX_TENSORS} tensors")
+    return tuple(_read_tensor(item, tensors) for item in raw)
+
+
+def _write_array(value: Any, dtype: np.dtype[Any]) -> bytes:
+    if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != 1:
+        raise ProtocolError(f"must be an array of {dtype} with one dimension")
+    return value.tobytes()
+
+
+def _read_array(raw: Any, dtype: np.dtype[Any]) -> Any:
+    if type(raw) is not bytes or len(raw) % dtype.itemsize:
+        raise ProtocolError(f"must be bytes of {dtype}")
+    return np.frombuffer(raw, dtype)
+
+
+def _write_step_tokens(value: StepTokens, tensors: TensorWriter) -> list[Any]:
+    check_step_tokens(value)
+    row = [_write_array(getattr(value, name), dtype) for name, dtype in _COLUMN_DTYPES.items()]
+    return [*row, value.extras, _write_tensors(value.frames, tensors)]
+
+
+def _read_step_tokens(raw: Any, tensors: TensorReader) -> StepTokens:
+    if type(raw) is not list or len(raw) != len(_COLUMN_DTYPES) + 2:
+        raise ProtocolError("must be the output of a step")
+    arrays = {name: _read_array(item, dtype) for item, (name, dtype) in zip(raw, _COLUMN_DTYPES.items(), strict=False)}
+    output = StepTokens(**arrays, extras=raw[-2], frames=_read_tensors(raw[-1], tensors))
+    check_step_tokens(output)
+    return output
+
+
+def _load(value: Any) -> tuple[int, int, int]:
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise ProtocolError("must be three whole numbers")
+    whole = ON_WIRE.whole
+    return (whole("", value[0], 0, MAX_COUNT), whole("", value[1], 0, MAX_COUNT), whole("", value[2], 0, MAX_COUNT))
+
+
+_U32 = np.dtype("<u4")
+_COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
+    "handles": _U32,
+    "counts": _U32,
+    "tokens": np.dtype("<i4"),
+    "finish": np.dtype("u1"),
+}
+
+# A field means the same in every message that has it.
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("epoch", "client_id"), _scalar(bytes16)),
+    **dict.fromkeys(("number", "sent", "seen"), _whole(0, (1 << 63) - 1)),
+    **dict.fromkeys(("call", "engine", "steps", "running", "waiting", "tokens"), _whole(0, MAX_COUNT)),
+    **dict.fromkeys(
+        ("version", "method", "error_code", "error", "code", "message", "phase", "traceback"), _scalar(text)
+    ),
+    **dict.fromkeys(("gap", "last"), _scalar(partial(ON_WIRE.flag, ""))),
+    **dict.fromkeys(("params", "options", "args", "resolved"), _scalar(table)),
+    "handle": _whole(0, (1 << 32) - 1),
+    "handles": Kind(lambda value, _: _write_array(value, _U32), lambda raw, _: _read_array(raw, _U32)),
+    "rank": _whole(-1, 1 << 20),
+    "monotonic": _scalar(lambda value: ON_WIRE.real("", value, *FINITE)),
+    "prompt": Kind(_write_tensor, _read_tensor),
+    "prompt_embeds": Kind(
+        lambda value, tensors: None if value is None else _write_tensor(value, tensors),
+        lambda raw, tensors: None if raw is None else _read_tensor(raw, tensors),
+    ),
+    "frames": Kind(_write_tensors, _read_tensors),
+    "output": Kind(_write_step_tokens, _read_step_tokens),
+    "load": _scalar(_load),
+    "value": _scalar(plain),
+}
+# Message n on the wire is the n-th of the union, from 1. Fields come in the order of the dataclass: new ones last.
+FIELDS = {cls: {field.name: KINDS[field.name] for field in fields(cls)} for cls in get_args(messages.Message)}
+_CLASSES = tuple(FIELDS)
+_NUMBERS = {cls: number for number, cls in enumerate(_CLASSES, start=1)}
+_REQUIRED = {
+    cls: sum(field.default is MISSING and field.default_factory is MISSING for field in fields(cls)) for cls in _CLASSES
+}

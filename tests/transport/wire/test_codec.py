@@ -19,8 +19,7 @@ from tests.transport.wire.strategies import messages, same, tensors
 from wavecore.transport.errors import MessageTooLarge, ProtocolError
 from wavecore.transport.wire import codec
 from wavecore.transport.wire import messages as m
-from wavecore.transport.wire.codec import decode, encode
-from wavecore.transport.wire.schema import FIELDS
+from wavecore.transport.wire.codec import FIELDS, decode, encode
 from wavecore.transport.wire.tensors import DTYPES, ZERO_COPY_BYTES, from_numpy, to_numpy
 
 EPOCH = b"e" * 16

@@ -131,10 +131,7 @@ class EngineProcess:
             self._died(Cause("resource", f"{self._spec.name} could not be started: {error}", self._phase))
             return
         self._selector.register(child.pidfd, selectors.EVENT_READ, self._on_end)
-        self._pipes = (
-            (LineReader(child.status_fd), self._on_status),
-            (LineReader(child.log_fd), self._on_output),
-        )
+        self._pipes = ((LineReader(child.status_fd), self._on_status), (LineReader(child.log_fd), self._on_output))
         for lines, on_line in self._pipes:
             self._selector.register(lines.fd, selectors.EVENT_READ, partial(self._read, lines, on_line))
         self._ready_by = time.monotonic() + self._limits.ready
@@ -173,10 +170,10 @@ class EngineProcess:
         elif self._ready_by is not None:
             if now >= self._ready_by:
                 advice = f"{self._spec.slow_start_advice}, or " if self._spec.slow_start_advice else ""
-                what = f"was not ready after {self._limits.ready:g} s (phase: {self._phase})"
-                self._kill_stuck("start", f"{what}; {advice}see its last output for what it waits for")
-        elif self._stall is not None and (why := self._stall.tick()):
-            self._kill_stuck("stuck", f"was stuck and has been ended: {why}")
+                reason = f"was not ready after {self._limits.ready:g} s (phase: {self._phase})"
+                self._kill_stuck("start", f"{reason}; {advice}see its last output for what it waits for")
+        elif self._stall is not None and (stuck := self._stall.tick()):
+            self._kill_stuck("stuck", f"was stuck and has been ended: {stuck}")
 
     def _read(self, lines: LineReader, on_line: Callable[[str], None]) -> None:
         """One of the child's pipes has something to read, or is at its end."""
@@ -234,22 +231,15 @@ class EngineProcess:
             self._reported = Cause(**said["failed"])
         elif (ready := said.get("ready")) and self._child is not None:
             self._phase, self._ready_by, self._was_ready = "serve", None, True
+            self._stall = StallWatch(self._child.pid, self._child.progress, self._limits.idle, self._limits.step)
             self.resolved = ready["resolved"]
-            limits = self._limits
-            self._stall = StallWatch(self._child.pid, self._child.progress, limits.idle, limits.step)
-            self.entry = replace(
-                self.entry,
-                state="ready",
-                epoch=ready["epoch"],
-                input=ready["input"],
-                output=ready["output"],
-                cause=None,
-            )
+            found = {name: ready[name] for name in ("epoch", "input", "output")}
+            self.entry = replace(self.entry, state="ready", cause=None, **found)
 
-    def _kill_stuck(self, code: str, what: str) -> None:
+    def _kill_stuck(self, code: str, reason: str) -> None:
         """Take down the stacks of all threads, then, in the next tick, the process."""
         assert self._child is not None
-        message = f"{self._spec.name} (pid {self._child.pid}) {what}"
+        message = f"{self._spec.name} (pid {self._child.pid}) {reason}"
         logger.error("%s", message)
         self._kill_reason = Cause(code, message, self._phase)
         self._child.signal(STACKS_SIGNAL)

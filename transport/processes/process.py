@@ -46,7 +46,7 @@ class ChildSpec:
         config: text that the child reads first, usually JSON.
         env: added to the environment.
         memory_advice, slow_start_advice: told when memory runs out and when it is not ready in time: what to change,
-            in the words of whoever made the config.
+            from whoever knows the config.
     """
 
     name: str

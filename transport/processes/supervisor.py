@@ -123,9 +123,9 @@ class Supervisor:
             raise
         return self._dir.path
 
-    def request_stop(self, drain: float = 0.0, why: str = "") -> None:
-        """Ask for `stop` without waiting for it; `why` is logged. May be called from a signal handler."""
-        self._stops.put((drain, why))
+    def request_stop(self, drain: float = 0.0, reason: str = "") -> None:
+        """Ask for `stop` without waiting for it; `reason` is logged. May be called from a signal handler."""
+        self._stops.put((drain, reason))
         if self._waker is not None:
             self._waker.wake()
 
@@ -257,9 +257,9 @@ class Supervisor:
             for key, _ in selector.select(max(0.0, next_tick - time.monotonic())):
                 key.data()
             while not self._stops.empty():
-                drain, why = self._stops.get()
-                if why:  # logged here: a signal handler may have interrupted the log itself
-                    logger.warning("stopping%s: %s", "" if drain > 0 else " at once", why)
+                drain, reason = self._stops.get()
+                if reason:  # logged here: a signal handler may have interrupted the log itself
+                    logger.warning("stopping%s: %s", "" if drain > 0 else " at once", reason)
                 for child in children:
                     child.stop(drain)
             if time.monotonic() >= next_tick:

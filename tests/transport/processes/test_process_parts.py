@@ -166,7 +166,7 @@ def test_a_broken_log_is_no_error() -> None:
 
 
 def test_progress_page_and_stall_watch() -> None:
-    """This very process is judged; its main thread runs while it asks."""
+    """This very process is watched; its main thread runs while it asks."""
     fd = ProgressPage.create_fd()
     writer, reader = ProgressPage(fd), ProgressPage(fd)
     os.close(fd)

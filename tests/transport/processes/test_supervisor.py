@@ -94,11 +94,11 @@ def test_a_surprise_in_start_keeps_its_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("do", "words"),
+    ("do", "reason"),
     [("die in load", r"signal 9 \(SIGKILL\)"), ("missing library", "library libfoo.so.3 is missing")],
 )
-def test_silent_death_in_start_names_its_cause(do: str, words: str) -> None:
-    with pytest.raises(StartError, match=words):
+def test_silent_death_in_start_names_its_cause(do: str, reason: str) -> None:
+    with pytest.raises(StartError, match=reason):
         Supervisor([spec(do)], limits=LIMITS).start()
 
 

@@ -1,4 +1,4 @@
-"""CURVE keys of a deployment, for tcp. Knows files, opens no socket.
+"""CURVE keys of a deployment, for tcp: made, kept in files, and read back with care.
 
 keys_dir/server.key, client.key     secret and public key of each side, one z85 text a line, mode 0600
 keys_dir/authorized_clients/*.pub   public keys of more clients, one a file; read again at every handshake

@@ -1,4 +1,4 @@
-"""Wakes a thread that waits for descriptors."""
+"""Wakes a thread that waits for descriptors, from any other thread."""
 
 from __future__ import annotations
 

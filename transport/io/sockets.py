@@ -1,4 +1,4 @@
-"""Every socket of the project is made here, with the same bounded options. Knows no message.
+"""Every socket of the project is made here, with the same bounded options.
 
 A socket is used by one thread only; a context is shared. The thread that starts the owner may create the socket.
 """

@@ -1,4 +1,4 @@
-"""Every message between processes: a closed set of frozen dataclasses. Knows bytes, not meanings.
+"""Every message between processes: a closed set of frozen dataclasses.
 
 On the wire a message is one msgpack array `[PROTOCOL_VERSION, kind, field, ...]` (fields in the order below, new
 fields last with defaults) followed by the raw frames of its tensors. `codec` turns messages into frames and back.
@@ -68,7 +68,8 @@ class Add:
     """(numbered) A request. Adding the same (client_id, number) twice is one request.
 
     Attributes:
-        client_id: 16 random bytes that name a client in one life of an engine; also its ZeroMQ identity.
+        client_id: 16 random bytes that name a session, which is a client in one life of an engine; also the identity
+            of its DEALER.
         handle: u32 chosen by the client, unique with `client_id`; names the request from now on.
         prompt: int32 [n] token ids.
         params: `SamplingParams.to_wire()`.

@@ -1,5 +1,4 @@
 """Tensors on the wire: names of dtypes, numpy arrays to and from `TensorFrame`, and where their bytes go in a message.
-Knows no torch.
 
 numpy has no bfloat16 and no float8: such tensors appear as unsigned integers of the same width that hold the bits, and
 the layer that knows torch views them.

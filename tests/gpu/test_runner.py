@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,9 @@ from tests.gpu.steps import recorded
 from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
 from tests.support.model_driver import Driver, load
 
-from wavecore.engine_core.models import weights
 from wavecore.engine_core.models.files import resolve_model
+from wavecore.engine_core.models.weights import Placed, Stored, fill
+from wavecore.engine_core.startup import loader
 from wavecore.transport.errors import ModelError
 
 LLAMA_SHAPES: dict[str, dict[str, Any]] = {
@@ -97,16 +97,15 @@ def test_a_slot_behind_two_to_the_31_tokens(tmp_path: Path) -> None:
 def test_weights_are_read_straight_to_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of a file is one of the host's first."""
     read: list[torch.Tensor] = []
-    fill = weights.fill
 
-    def noting(stored: Sequence[weights.Stored], *args: Any) -> Any:
-        def note(tensor: weights.Stored) -> torch.Tensor:
+    def noting(placed: Placed, *args: Any) -> Any:
+        def note(tensor: Stored) -> torch.Tensor:
             read.append(tensor.read())
             return read[-1]
 
-        return fill([replace(tensor, read=partial(note, tensor)) for tensor in stored], *args)
+        return fill([(replace(tensor, read=partial(note, tensor)), part) for tensor, part in placed], *args)
 
-    monkeypatch.setattr(weights, "fill", noting)
+    monkeypatch.setattr(loader, "fill", noting)
     folder = save_model(tmp_path / "model", make_config("Llama"))
     load(folder, device="cuda:0", dtype="bfloat16", block_size=16)
     assert len(read) == len(load_file(folder / "model.safetensors"))

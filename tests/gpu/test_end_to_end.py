@@ -72,7 +72,7 @@ def test_a_step_out_of_memory_costs_no_request(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     room = sum(len(prompt) for prompt in asked) * 3 * wide * 4 * 2 // 3  # of gate | up and their product, in float32
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + room) / total)
     try:
         assert engine.generate(asked, params) == want
     finally:

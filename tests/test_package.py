@@ -31,7 +31,8 @@ def test_wheel_holds_every_module(tmp_path: Path) -> None:
     with zipfile.ZipFile(build("wheel", tmp_path / "wheel")) as wheel:
         names = set(wheel.namelist())
         wheel.extractall(tmp_path / "site")
-    want = {f"wavecore/{name}" for name in modules()} | {"wavecore/__init__.py", "wavecore/py.typed", DATA}
+    top = {"wavecore/__init__.py", "wavecore/__init__.pyi", "wavecore/py.typed"}
+    want = {f"wavecore/{name}" for name in modules()} | top | {DATA}
     assert {n for n in names if ".dist-info/" not in n} == want
     code = "import wavecore, wavecore.frontend.compat; print(wavecore.__file__)"
     out = subprocess.run([sys.executable, "-P", "-c", code], env={"PYTHONPATH": str(tmp_path / "site")},

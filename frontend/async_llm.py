@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -15,7 +16,6 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.base import BaseLLM
 from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS, Mailbox, OutputKind
 from wavecore.frontend.client.notifiers import LoopNotifier
-from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.client.service import Service, make_supervisor
 from wavecore.frontend.compat import engine_config
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
@@ -24,7 +24,9 @@ from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
 from wavecore.frontend.text.messages import ChatOptions
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import ValidationError, WavecoreError
+from wavecore.transport.wire.checks import Checker
 
+_check = Checker(ValidationError)
 LONG_TEXT = 20_000  # characters; encoding more would hold the event loop up for milliseconds
 
 
@@ -54,7 +56,7 @@ class AsyncLLM(BaseLLM):
 
     # --- generation ----------------------------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self,
         prompt: PromptType,
         sampling_params: SamplingParams | None = None,
@@ -86,13 +88,10 @@ class AsyncLLM(BaseLLM):
         options = RequestOptions(
             priority=priority, timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout
         )
-        encoded = await self._encode(as_prompt(prompt))
-        request = self._service.prepare(encoded, sampling_params, options, request_id=request_id, resume=resume)
-        async with contextlib.aclosing(self._outputs(request, output_kind)) as outputs:
-            async for output in outputs:
-                yield output
+        encode = partial(self._encode, prompt)
+        return self._outputs(encode, sampling_params, options, request_id, resume, output_kind)
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
@@ -115,28 +114,17 @@ class AsyncLLM(BaseLLM):
             priority=priority, timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout
         )
         chat = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
-        prompt = await asyncio.to_thread(self._service.chat_prompt, messages, chat)
-        request = self._service.prepare(prompt, sampling_params, options, request_id=request_id, resume=resume)
-        async with contextlib.aclosing(self._outputs(request, output_kind)) as outputs:
-            async for output in outputs:
-                yield output
+        render = partial(asyncio.to_thread, self._service.chat_prompt, messages, chat)
+        return self._outputs(render, sampling_params, options, request_id, resume, output_kind)
 
     async def embed(
         self, prompt: PromptType, *, pooling: Literal["mean", "last"] = "mean", timeout: float | None = None
     ) -> EmbeddingRequestOutput:
         """The embedding of one prompt; as `LLM.embed`."""
-        encoded = await self._encode(as_prompt(prompt))
-        request = self._service.prepare(encoded, EMBEDDING_PARAMS, RequestOptions(pooling=pooling, timeout=timeout))
-        notifier = self._notifier()
-        mailbox = self._service.submit(request, notifier, OutputKind.FINAL)
-        try:
-            await notifier.event(mailbox).wait()
-            output = mailbox.take()
-            assert output is not None
-            return mailbox.pooled(output)
-        finally:
-            notifier.forget(mailbox)
-            self._service.client.abort(mailbox)
+        options = RequestOptions(pooling=pooling, timeout=timeout)
+        outputs = self._outputs(partial(self._encode, prompt), EMBEDDING_PARAMS, options, kind=OutputKind.FINAL)
+        [output] = [output async for output in outputs]
+        return EmbeddingRequestOutput.of(output)
 
     async def abort(self, request_id: str) -> None:
         """End a request by its id; its stream ends with finish_reason "abort". Unknown ids are no error."""
@@ -175,9 +163,18 @@ class AsyncLLM(BaseLLM):
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    async def _outputs(self, request: EngineRequest, kind: OutputKind | str) -> AsyncGenerator[RequestOutput]:
-        """From sending to the end there is one `try`, and no await before it: a cancelled task leaves nothing."""
-        kind = _output_kind(kind)
+    async def _outputs(
+        self,
+        make_prompt: Callable[[], Awaitable[Prompt]],
+        params: SamplingParams | None,
+        options: RequestOptions,
+        request_id: str | None = None,
+        resume: bool = False,
+        kind: OutputKind | str = OutputKind.DELTA,
+    ) -> AsyncGenerator[RequestOutput]:
+        kind = OutputKind(_check.one_of("output_kind", kind, tuple(OutputKind)))
+        request = self._service.prepare(await make_prompt(), params, options, request_id=request_id, resume=resume)
+        # From here to the end there is one `try`, and no await before it: a cancelled task leaves nothing.
         if request.request_id in self._by_id:
             raise ValidationError("request_id", f"{request.request_id!r:.60} is the id of a request that runs")
         notifier = self._notifier()
@@ -197,10 +194,11 @@ class AsyncLLM(BaseLLM):
             del self._by_id[request.request_id]
             self._service.client.abort(mailbox)
 
-    async def _encode(self, prompt: Prompt) -> Prompt:
-        if prompt.text is not None and len(prompt.text) > LONG_TEXT:
-            return await asyncio.to_thread(self._service.encode, prompt)
-        return self._service.encode(prompt)
+    async def _encode(self, prompt: PromptType) -> Prompt:
+        found = as_prompt(prompt)
+        if found.text is not None and len(found.text) > LONG_TEXT:
+            return await asyncio.to_thread(self._service.encode, found)
+        return self._service.encode(found)
 
     def _notifier(self) -> LoopNotifier:
         loop = asyncio.get_running_loop()
@@ -220,11 +218,3 @@ async def _start_beside_loop(config: EngineConfig, bar: StartBar) -> Service:
         with contextlib.suppress(WavecoreError):
             (await starting).close()
         raise
-
-
-def _output_kind(kind: OutputKind | str) -> OutputKind:
-    try:
-        return OutputKind(kind)
-    except ValueError:
-        names = ", ".join(k.value for k in OutputKind)
-        raise ValidationError("output_kind", f"must be one of {names}, not {kind!r:.40}") from None

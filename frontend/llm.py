@@ -157,7 +157,7 @@ class LLM(BaseLLM):
         """
         options = RequestOptions(pooling=pooling, timeout=timeout)
         requests = [self._service.prepare(prompt, EMBEDDING_PARAMS, options) for prompt in as_prompts(prompts)]
-        return [mailbox.pooled(output) for mailbox, output in run_batch(self._service, requests, use_tqdm)]
+        return [EmbeddingRequestOutput.of(output) for output in run_batch(self._service, requests, use_tqdm)]
 
     # --- facts and control ---------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class LLM(BaseLLM):
             self._service.prepare(prompt, p, replace(options, priority=rank), resume=resume)
             for prompt, p, rank in zip(prompts, params, priorities, strict=True)
         ]
-        return [output for _, output in run_batch(self._service, requests, use_tqdm)]
+        return run_batch(self._service, requests, use_tqdm)
 
 
 @overload

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from wavecore.transport.errors import WavecoreError
+from wavecore.transport.errors import RequestError, WavecoreError
 
 FinishName = Literal["stop", "length", "abort", "error", "timeout"]
 
@@ -89,6 +89,7 @@ class RequestOutput:
         prompt: the prompt's text, None where it was given as token ids.
         prompt_logprobs: one entry a prompt token, the first None; None where not asked for.
         num_cached_tokens: prompt tokens whose keys and values came from the prefix cache, counted once for all choices.
+        embedding: float32 [hidden] of an embedding request that is finished.
     """
 
     request_id: str
@@ -99,6 +100,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int | None = None
+    embedding: npt.NDArray[np.float32] | None = None
 
     @property
     def error(self) -> WavecoreError | None:
@@ -139,9 +141,15 @@ class EmbeddingRequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
+    metrics: RequestMetrics
     finished: bool = True
-    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
 
     @classmethod
-    def of(cls, output: RequestOutput, embedding: npt.NDArray[np.float32]) -> EmbeddingRequestOutput:
-        return cls(output.request_id, output.prompt_token_ids, EmbeddingOutput(embedding), metrics=output.metrics)
+    def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
+        """Raises:
+        WavecoreError: the request ended without an embedding.
+        """
+        if output.embedding is None:
+            ended = output.outputs[0].finish_reason
+            raise output.error or RequestError(f"request {output.request_id} ended ({ended}) without an embedding")
+        return cls(output.request_id, output.prompt_token_ids, EmbeddingOutput(output.embedding), output.metrics)

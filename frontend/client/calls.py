@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any
 
 from wavecore.frontend.client.timer import Timer
 from wavecore.transport.errors import RequestTimeout, WavecoreError, from_code
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.wire.messages import Result, Utility
-
-logger = logging.getLogger(__name__)
 
 
 class Calls:
@@ -29,6 +26,7 @@ class Calls:
     def start(self, engine: int, method: str, args: Mapping[str, Any], timeout: float) -> Future[Result]:
         """Call a method of an engine; the future fails with RequestTimeout after `timeout` seconds."""
         future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()  # so that nobody can cancel it, and its answer always has a place
         with self._lock:
             number = self._next
             self._next += 1
@@ -53,10 +51,7 @@ class Calls:
             _, future = self._pending.pop(number, (0, None))
         if future is None:  # ended already
             return
-        try:
-            if isinstance(outcome, WavecoreError):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-        except InvalidStateError:
-            logger.debug("call %d was cancelled before its answer came", number)
+        if isinstance(outcome, WavecoreError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

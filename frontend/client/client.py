@@ -24,7 +24,7 @@ from wavecore.frontend.client.calls import Calls
 from wavecore.frontend.client.deployment_watch import DeploymentWatch
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
 from wavecore.frontend.client.in_flight import InFlight
-from wavecore.frontend.client.mailbox import Mailbox, notify
+from wavecore.frontend.client.mailbox import Mailbox
 from wavecore.frontend.client.timer import Timer
 from wavecore.transport.errors import EngineDead, Overloaded, RequestError, StartError, WavecoreError
 from wavecore.transport.io.client_pump import ClientPump
@@ -98,8 +98,7 @@ class EngineClient:
     def abort(self, mailbox: Mailbox) -> None:
         """End a request, at any moment, as often as one likes."""
         with self._lock:
-            touched = self._requests.abort(mailbox)
-        notify(touched)
+            self._requests.abort(mailbox)
 
     @property
     def num_live(self) -> int:
@@ -164,8 +163,7 @@ class EngineClient:
             if self._closed:
                 return
             self._closed = reason
-            touched = self._requests.fail_all(f"the request had not ended: {reason}, and send it again")
-        notify(touched)
+            self._requests.fail_all(f"the request had not ended: {reason}, and send it again")
         self._calls.fail(None, RequestError(f"the call was not answered: {reason}"))
 
     # --- events of the pump (IO thread) --------------------------------------------------------------------------
@@ -174,8 +172,7 @@ class EngineClient:
         engine = self._engines[index]
         if isinstance(event, Step):
             with self._lock:
-                touched = self._requests.deliver(engine, event)
-            notify(touched)
+                self._requests.deliver(engine, event)
         elif isinstance(event, Heartbeat):
             engine.report(event.tokens)
         elif isinstance(event, Ready):
@@ -201,8 +198,7 @@ class EngineClient:
             with self._lock:
                 if engine.state in (EngineState.BROKEN, EngineState.UNREACHABLE):
                     engine.state, engine.error = EngineState.UP, None
-                touched = self._requests.send_waiting()
-            notify(touched)
+                self._requests.send_waiting()
 
     def _on_ready(self, engine: RemoteEngine, ready: Ready) -> None:
         """A new connection to an engine, perhaps to a new life: whatever was sent over an earlier one is lost."""
@@ -212,9 +208,8 @@ class EngineClient:
             engine.state, engine.error = EngineState.UP, None
             engine.epoch, engine.resolved = ready.epoch, ready.resolved
             engine.client_id = self._pump.client_id(engine.index)
-            touched = self._requests.lose(engine, error, everything=False)
+            self._requests.lose(engine, error, everything=False)
             self._changed.notify_all()
-        notify(touched)
         self._calls.fail(engine.index, error)
 
     def _down(self, engine: RemoteEngine, epoch: bytes, error: EngineDead, state: EngineState) -> None:
@@ -226,10 +221,8 @@ class EngineClient:
             engine.error = error
             self._requests.abort_all_at(engine)  # for an engine that lives behind a broken connection
             engine.state = state
-            touched = self._requests.lose(engine, error, everything=True)
-        # Whoever is concerned gets it as an exception, and the supervisor logs it; a third time would only alarm.
-        logger.log(logging.DEBUG if touched else logging.INFO, "%s", error)
-        notify(touched)
+            self._requests.lose(engine, error, everything=True)
+        logger.debug("%s", error)  # whoever is concerned gets it as an exception, and the supervisor logs it
         self._calls.fail(engine.index, error)
         self._watch.look_later()
 
@@ -239,19 +232,17 @@ class EngineClient:
         """No engine takes this client's requests: none will come back, or it has as many clients as it takes."""
         with self._changed:
             self._refused = reason
-            touched = self._requests.fail_waiting(reason if isinstance(reason, Overloaded) else None)
+            self._requests.fail_waiting(reason if isinstance(reason, Overloaded) else None)
             self._changed.notify_all()
-        notify(touched)
 
     def _check_deadlines(self) -> None:
         """One sweep over all requests, again while any has a deadline; a timer for each would outlive most of them."""
         with self._lock:
             self._sweeping = False
-            touched = self._requests.fail_overdue()
+            self._requests.fail_overdue()
             if not self._closed and self._requests.have_deadlines:
                 self._sweeping = True
                 self._timer.schedule(SWEEP_SECONDS, self._check_deadlines)
-        notify(touched)
 
     def _wait_ready(self, timeout: float) -> None:
         with self._changed:

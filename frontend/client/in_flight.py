@@ -1,6 +1,6 @@
 """The requests of a client that have not ended: where each was sent, and what becomes of it when an engine dies.
 
-Every method runs under the client's lock and returns the mailboxes whose consumers are to be notified.
+Every method runs under the client's lock; telling the consumers of mailboxes never blocks.
 A request that is sent again gets new handles, and rows of unknown handles are dropped: late outputs cannot matter.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
-from wavecore.frontend.client.mailbox import Mailbox
+from wavecore.frontend.client.mailbox import Mailbox, notify
 from wavecore.transport.errors import EngineDead, RequestError, RequestTimeout, WavecoreError
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.wire.messages import Abort, FinishReason, Step
@@ -100,7 +100,7 @@ class InFlight:
         self._flights[mailbox] = flight
         return engine is None
 
-    def deliver(self, engine: RemoteEngine, step: Step) -> list[Mailbox]:
+    def deliver(self, engine: RemoteEngine, step: Step) -> None:
         """Hand the rows of a step to their mailboxes."""
         engine.report(step.load[2])
         output = step.output
@@ -126,24 +126,20 @@ class InFlight:
                     self._forget(flight)
             touched.append(mailbox)
         self._send_abort(engine, stopped)
-        return touched
+        notify(touched)
 
-    def abort(self, mailbox: Mailbox) -> list[Mailbox]:
+    def abort(self, mailbox: Mailbox) -> None:
         """End a request; its running choices end as "abort". Unknown or ended ones are no error."""
-        flight = self._flights.get(mailbox)
-        if flight is None:
-            return []
-        mailbox.end("abort")
-        self._abort_at_engine(flight)
-        self._forget(flight)
-        return [mailbox]
-
-    def fail_all(self, why: str) -> list[Mailbox]:
-        touched: list[Mailbox] = []
-        for flight in list(self._flights.values()):
+        if flight := self._flights.get(mailbox):
+            mailbox.end("abort")
             self._abort_at_engine(flight)
-            touched += self._fail(flight, RequestError(f"request {flight.mailbox.request.request_id}: {why}"))
-        return touched
+            self._forget(flight)
+            notify([mailbox])
+
+    def fail_all(self, why: str) -> None:
+        for flight in self._flights.values():
+            self._abort_at_engine(flight)
+        self._fail({f: RequestError(f"request {f.mailbox.request.request_id}: {why}") for f in self._flights.values()})
 
     def abort_all_at(self, engine: RemoteEngine) -> None:
         """Tell an engine to end all that it was sent; it hears so when it is in reach again."""
@@ -151,12 +147,12 @@ class InFlight:
 
     # --- when engines die ----------------------------------------------------------------------------------------
 
-    def lose(self, engine: RemoteEngine, error: EngineDead, everything: bool) -> list[Mailbox]:
+    def lose(self, engine: RemoteEngine, error: EngineDead, everything: bool) -> None:
         """Send again or fail what was sent over an earlier connection, or over any."""
         lost = [
             f for f in self._flights.values() if f.engine is engine and (everything or f.client_id != engine.client_id)
         ]
-        touched: list[Mailbox] = []
+        failed: dict[Flight, WavecoreError] = {}
         for flight in lost:
             self._detach(flight)
             flight.sent_again += 1
@@ -164,43 +160,41 @@ class InFlight:
             mailbox = flight.mailbox
             allowed = 1 if not mailbox.has_tokens else MAX_RESUMES if _can_resume(mailbox) else 0
             if flight.sent_again > allowed:
-                touched += self._fail(flight, error)
-        return touched + self.send_waiting()
+                failed[flight] = error
+        self._fail(failed)
+        self.send_waiting()
 
-    def send_waiting(self) -> list[Mailbox]:
+    def send_waiting(self) -> None:
         """Send what waits for an engine, if one lives."""
-        touched: list[Mailbox] = []
-        for flight in [f for f in self._flights.values() if f.engine is None]:
+        failed: dict[Flight, WavecoreError] = {}
+        for flight in self._waiting():
             engine = self._least_loaded()
             if engine is None:
                 break
             try:
                 self._send(flight, engine, flight.mailbox.emitted, time.monotonic() - flight.started)
             except WavecoreError as refused:
-                touched += self._fail(flight, refused)
-        return touched
+                failed[flight] = refused
+        self._fail(failed)
 
-    def fail_waiting(self, error: WavecoreError | None = None) -> list[Mailbox]:
+    def fail_waiting(self, error: WavecoreError | None = None) -> None:
         """No engine will come back, or it takes nothing of this client."""
-        touched: list[Mailbox] = []
-        for flight in [f for f in self._flights.values() if f.engine is None]:
-            touched += self._fail(flight, error or flight.lost_by or self.no_engine())
-        return touched
+        self._fail({flight: error or flight.lost_by or self.no_engine() for flight in self._waiting()})
 
     @property
     def have_deadlines(self) -> bool:
         return any(f.mailbox.request.options.deadlines for f in self._flights.values())
 
-    def fail_overdue(self) -> list[Mailbox]:
+    def fail_overdue(self) -> None:
         """The second level of deadlines: an engine ends a request in time; this is for an engine that says nothing."""
         now = time.monotonic()
-        touched: list[Mailbox] = []
+        failed: dict[Flight, WavecoreError] = {}
         for flight in [f for f in self._flights.values() if f.deadline < now]:
             self._abort_at_engine(flight)
             silent = "the engine said nothing" if flight.engine else f"no engine was up to take it: {self.no_engine()}"
             text = f"request {flight.mailbox.request.request_id}: its timeout passed and {silent}"
-            touched += self._fail(flight, RequestTimeout(text))
-        return touched
+            failed[flight] = RequestTimeout(text)
+        self._fail(failed)
 
     def no_engine(self) -> EngineDead:
         """Why no engine takes a request now."""
@@ -238,11 +232,15 @@ class InFlight:
             except EngineDead:
                 logger.debug("engine %d is gone: nothing to abort", engine.index)
 
-    def _fail(self, flight: Flight, error: WavecoreError) -> list[Mailbox]:
-        self._forget(flight)
-        # A copy for each: one exception raised in many tasks would collect all their tracebacks.
-        flight.mailbox.end("error", type(error)(str(error)))
-        return [flight.mailbox]
+    def _waiting(self) -> list[Flight]:
+        return [flight for flight in self._flights.values() if flight.engine is None]
+
+    def _fail(self, failed: Mapping[Flight, WavecoreError]) -> None:
+        for flight, error in failed.items():
+            self._forget(flight)
+            # A copy for each: one exception raised in many tasks would collect all their tracebacks.
+            flight.mailbox.end("error", type(error)(str(error)))
+        notify([flight.mailbox for flight in failed])
 
     def _detach(self, flight: Flight) -> None:
         for handle in flight.handles:

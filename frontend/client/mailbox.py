@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,13 +19,7 @@ import numpy.typing as npt
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.choice import Choice
 from wavecore.frontend.client.request import EngineRequest
-from wavecore.frontend.outputs import (
-    EmbeddingRequestOutput,
-    FinishName,
-    PositionLogprobs,
-    RequestMetrics,
-    RequestOutput,
-)
+from wavecore.frontend.outputs import FinishName, PositionLogprobs, RequestMetrics, RequestOutput
 from wavecore.frontend.text.detokenizer import CONTEXT
 from wavecore.frontend.text.logprobs import read_logprobs
 from wavecore.frontend.text.tokenizer import Tokenizer
@@ -39,7 +33,7 @@ EMBEDDING_PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=Fals
 """Of a request that is pooled and normalised in the engine, and samples nothing."""
 
 
-class OutputKind(Enum):
+class OutputKind(StrEnum):
     """What `take` gives and when a consumer is notified: what is new, all so far, or all once at the end."""
 
     DELTA = "delta"
@@ -68,14 +62,14 @@ class Mailbox:
         params = request.params
         self._kind = kind
         self._decode = None if tokenizer is None else tokenizer.decode_token
-        end_of_prompt = request.prompt[-CONTEXT:].tolist()
+        self._prompt_ids: list[int] = request.prompt.tolist()
+        end_of_prompt = self._prompt_ids[-CONTEXT:]
 
         def choice(index: int) -> Choice:
             text = tokenizer.detokenizer(params, end_of_prompt) if tokenizer is not None and params.detokenize else None
             return Choice(index, params, text, keep_all=kind is not OutputKind.DELTA)
 
         self._choices = [choice(i) for i in range(params.n)]
-        self._prompt_ids: list[int] = request.prompt.tolist()
         self._lock = threading.Lock()
         self._notified = False
         self._started = time.monotonic()
@@ -136,28 +130,24 @@ class Mailbox:
             self._notified = True
             return True
 
-    # --- any thread ----------------------------------------------------------------------------------------------
+    # --- any thread; looks at one value need no lock -------------------------------------------------------------
 
     def is_running(self, index: int) -> bool:
-        with self._lock:
-            return self._choices[index].finish is None
+        return self._choices[index].finish is None
 
     @property
     def emitted(self) -> list[int]:
         """Tokens of the first choice so far."""
-        with self._lock:
-            return list(self._choices[0].emitted)
+        return list(self._choices[0].emitted)
 
     @property
     def has_tokens(self) -> bool:
-        with self._lock:
-            return any(choice.emitted for choice in self._choices)
+        return any(choice.emitted for choice in self._choices)
 
     @property
     def seed(self) -> int | None:
         """The seed that the engine drew, once its first output came."""
-        with self._lock:
-            return self._choices[0].seed
+        return self._choices[0].seed
 
     def take(self) -> RequestOutput | None:
         """The output since the last take, or all so far; None when there is nothing new."""
@@ -176,20 +166,8 @@ class Mailbox:
                 metrics=self._metrics,
                 prompt_logprobs=self._prompt_logprobs,
                 num_cached_tokens=self._cached_tokens,
+                embedding=self._embedding,
             )
-
-    def pooled(self, output: RequestOutput) -> EmbeddingRequestOutput:
-        """The vector of a finished pooling request, whose last `take` gave `output`.
-
-        Raises:
-            WavecoreError: the request failed.
-        """
-        if output.error is not None:
-            raise output.error
-        if self._embedding is None:
-            ended = output.outputs[0].finish_reason
-            raise RequestError(f"request {output.request_id} ended ({ended}) without an embedding")
-        return EmbeddingRequestOutput.of(output, self._embedding)
 
     @property
     def _finished(self) -> bool:

@@ -22,11 +22,11 @@ POLL_SECONDS = 0.05
 
 def run_batch(
     service: Service, requests: list[EngineRequest], use_tqdm: bool | Callable[..., Any]
-) -> list[tuple[Mailbox, RequestOutput]]:
+) -> list[RequestOutput]:
     """Send all, never more at a time than the engine's queue takes, and wait for all.
 
     Returns:
-        Mailbox and final output of each, in order; a request that failed alone carries its error.
+        The final output of each, in order; a request that failed alone carries its error.
 
     Raises:
         EngineDead: the engine died under requests that had begun; the others are aborted.
@@ -49,11 +49,12 @@ def run_batch(
 class _Batch:
     def __init__(self, service: Service, requests: list[EngineRequest]) -> None:
         self.running: dict[Mailbox, int] = {}
-        self.done: dict[int, tuple[Mailbox, RequestOutput]] = {}
+        self.done: dict[int, RequestOutput] = {}
         self._service = service
         self._requests = requests
         self._waiting = deque(range(len(requests)))
-        self._max_running = service.max_running
+        # Half the engine's queue is left to others.
+        self._max_running = max(1, int(service.resolved["max_num_queued_reqs"]) // 2)
         self._pause_until = 0.0
         self._progress = time.monotonic()
         self._notifier = ThreadNotifier()
@@ -81,7 +82,7 @@ class _Batch:
             self._retry_later(index, output.error)
             return None
         self._progress = time.monotonic()
-        self.done[index] = mailbox, output
+        self.done[index] = output
         return output
 
     def _retry_later(self, index: int, refused: Overloaded) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.service import Service
-from wavecore.frontend.compat import engine_config, refuse_method
+from wavecore.frontend.compat import engine_config, refused
 from wavecore.frontend.progress_bars import StartBar
 from wavecore.transport.errors import ConfigError
 
@@ -69,4 +69,4 @@ class BaseLLM:
         self._service.close()
 
     def __getattr__(self, name: str) -> Any:
-        raise refuse_method(name) or AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise refused("methods", name) or AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

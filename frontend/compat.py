@@ -10,14 +10,14 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from wavecore.engine_core.api import custom_ops
-from wavecore.engine_core.api.config import EngineConfig, fault
+from wavecore.engine_core.api.config import CHECKS, EngineConfig
+from wavecore.engine_core.api.fields import defaults
 from wavecore.transport.errors import ConfigError, NotSupportedError
 
 _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -29,7 +29,7 @@ FOREIGN_SWITCHES = frozenset(
     name for name, rule in FOREIGN.items() if all(isinstance(value, bool) for value in rule.get("allowed", [None]))
 )
 ENVIRONMENT = "WAVECORE_"
-SETTINGS = {field.name: field.default for field in fields(EngineConfig)}
+SETTINGS = defaults(EngineConfig)
 
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:
@@ -93,13 +93,13 @@ def from_environment() -> dict[str, Any]:
 
 def typed(name: str, text: str) -> Any:
     """The value that a setting's text stands for; the text itself where it stands for none."""
-    if fault(name, None) is None and text.lower() in ("null", "none"):
+    if text.lower() in ("null", "none") and _fits(name, None):
         return None
-    if fault(name, text) is None:
+    if _fits(name, text):
         return text
     value = yaml_value(text)
     with contextlib.suppress(ValueError):  # 1e9, a text by YAML's rules
-        value = float(text) if isinstance(value, str) and fault(name, 0.5) is None else value
+        value = float(text) if isinstance(value, str) and _fits(name, 0.5) else value
     return value
 
 
@@ -118,9 +118,15 @@ def checked(name: str, value: Any, where: str) -> Any:
         ConfigError: of the wrong kind; says `where` it came from.
     """
     value = _TABLES["dtypes"].get(value, value) if name == "dtype" and isinstance(value, str) else value
-    if reason := fault(name, value):
-        raise ConfigError(f"{where} {reason}")
-    return value
+    return CHECKS[name](where, value)
+
+
+def _fits(name: str, value: Any) -> bool:
+    try:
+        CHECKS[name](name, value)
+    except ConfigError:
+        return False
+    return True
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
@@ -137,15 +143,7 @@ def asks_for_nothing(name: str, value: Any) -> bool:
     raise NotSupportedError(f"{name}={value!r:.60}: {way_out}")
 
 
-def refuse_method(name: str) -> NotSupportedError | None:
-    """The error for a method of vLLM's LLM that is not here; None for a name nobody knows."""
-    return _refuse(name, _TABLES["methods"])
-
-
-def refuse_class(name: str) -> NotSupportedError | None:
-    """The same for a name of the package `vllm`."""
-    return _refuse(name, _TABLES["classes"])
-
-
-def _refuse(name: str, ways_out: Mapping[str, str]) -> NotSupportedError | None:
+def refused(kind: Literal["methods", "classes", "commands"], name: str) -> NotSupportedError | None:
+    """The error for one of vLLM's names that is not here, with the way out; None for a name nobody knows."""
+    ways_out = _TABLES[kind]
     return NotSupportedError(f"{name}: {ways_out[name]}") if name in ways_out else None

@@ -33,32 +33,19 @@ def _hidden() -> bool:
     return (sys.stderr is None or not sys.stderr.isatty()) and "ipykernel" not in sys.modules
 
 
-class StartBar:
+class StartBar(_Bar):
     """A start as one bar that only grows. Use as a context manager; call it as a supervisor's `progress`."""
 
     def __init__(self, disable: bool) -> None:
-        self._bar = _Bar(
-            total=100,
-            desc="starting the engine",
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}",
-            disable=disable or _hidden(),
-            leave=False,
-        )
-
-    def __enter__(self) -> StartBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._bar.close()
+        form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+        hidden = disable or _hidden()
+        super().__init__(total=100, desc="starting the engine", bar_format=form, disable=hidden, leave=False)
 
     def __call__(self, _engine: int, phase: str, fraction: float) -> None:
         words, begin, end = PHASES.get(phase, (phase, 0, 0))
-        self._bar.set_description_str(words, refresh=False)
-        self._bar.n = max(self._bar.n, round(begin + (end - begin) * fraction))
-        self._bar.refresh()
+        self.set_description_str(words, refresh=False)
+        self.n = max(self.n, round(begin + (end - begin) * fraction))
+        self.refresh()
 
 
 class BatchBar:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wavecore.transport.errors import NotSupportedError, ValidationError
+from wavecore.transport.wire.checks import Checker
 
 I32 = npt.NDArray[np.int32]
 
@@ -50,7 +51,10 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, not tokenised yet. Exactly one of text, ids and embeds is the input; text may accompany ids."""
+    """One prompt, not tokenised yet. Exactly one of text, ids and embeds is the input; text may accompany ids.
+
+    `cache_salt` is as it was given: `RequestOptions` checks it.
+    """
 
     text: str | None = None
     ids: I32 | None = None
@@ -91,8 +95,6 @@ def as_prompt(prompt: Any) -> Prompt:
         if name not in _KNOWN:
             raise ValidationError("prompt", f"unknown key {name!r:.40}; known are {', '.join(sorted(_KNOWN))}")
     salt = prompt.get("cache_salt")
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise ValidationError("cache_salt", f"must be a text of at least one character, not {salt!r:.40}")
     if prompt.get("prompt_embeds") is not None:
         return Prompt(embeds=prompt["prompt_embeds"], cache_salt=salt)
     if prompt.get("prompt_token_ids") is not None:
@@ -100,9 +102,7 @@ def as_prompt(prompt: Any) -> Prompt:
         return Prompt(text and _text(text), token_ids(prompt["prompt_token_ids"]), cache_salt=salt)
     if prompt.get("prompt") is None:
         raise ValidationError("prompt", 'a dictionary needs "prompt", "prompt_token_ids" or "prompt_embeds"')
-    parse = prompt.get("parse_special", True)
-    if not isinstance(parse, bool):
-        raise ValidationError("parse_special", f"must be true or false, not {parse!r:.40}")
+    parse = Checker(ValidationError).flag("parse_special", prompt.get("parse_special", True))
     return Prompt(text=_text(prompt["prompt"]), cache_salt=salt, parse_special=parse)
 
 

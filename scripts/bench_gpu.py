@@ -20,12 +20,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from floors import H200, Floor, floor_of
 
 from wavecore.engine_core.models.families import from_config
 from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.frontend.cli.bench import BenchReport, measure, phase_seconds, warm_up
-from wavecore.frontend.cli.workload import WORKLOADS, WorkItem, percentile
+from wavecore.frontend.cli.workload import WORKLOADS, WorkItem
 from wavecore.frontend.llm import LLM
 
 SETTINGS: dict[str, Any] = {
@@ -107,7 +108,7 @@ def cells(floor: Floor, prefill: float, reports: Sequence[BenchReport]) -> list[
 
 
 def milliseconds(values: Sequence[float]) -> str:
-    return " / ".join(f"{1000 * percentile(values, p):.1f}" for p in (0.5, 0.99)) if values else ""
+    return " / ".join(f"{1000 * p:.1f}" for p in np.percentile(values, (50, 99))) if values else ""
 
 
 def share(floor: float, seconds: float) -> str:

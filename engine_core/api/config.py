@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
 from wavecore.engine_core.api.request_options import DEADLINE
@@ -108,7 +108,7 @@ class EngineConfig:
     data_parallel_size: Annotated[int, COUNT] = 1
 
     def __post_init__(self) -> None:
-        make_plain(self, _CHECKS)
+        make_plain(self, CHECKS)
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
                 raise NotSupportedError(f"{name}={getattr(self, name)}: only 1 is supported in this version")
@@ -135,13 +135,5 @@ class EngineConfig:
 MEMORY_ADVICE = "lower kv_cache_memory_gib, max_num_seqs or max_model_len, or give the machine or container more memory"
 SLOW_START_ADVICE = "raise ready_timeout"
 
-_CHECKS = field_checks(EngineConfig, Checker(lambda name, reason: ConfigError(f"{name} {reason}")))
-
-
-def fault(name: str, value: Any) -> str | None:
-    """What is wrong with a setting's value, None for nothing."""
-    try:
-        _CHECKS[name](name, value)
-    except ConfigError as error:
-        return str(error).removeprefix(f"{name} ")
-    return None
+CHECKS = field_checks(EngineConfig, Checker(lambda name, reason: ConfigError(f"{name} {reason}")))
+"""Setting -> its check, which takes a value and what an error shall call it."""

@@ -1,12 +1,14 @@
-"""Fields of a frozen dataclass, checked and made plain as their annotations say."""
+"""Fields of a frozen dataclass, checked and made plain as their annotations say, and written on the wire."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
+from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import MAX_TEXT, Checker
 
 Check = Callable[[str, Any], Any]
@@ -63,3 +65,33 @@ def make_plain(instance: object, checks: Mapping[str, Check]) -> None:
         plain = check(name, value)
         if plain is not value:
             object.__setattr__(instance, name, plain)
+
+
+def defaults(cls: Any) -> Mapping[str, Any]:
+    """The fields of a dataclass with their defaults."""
+    return {field.name: field.default for field in fields(cls)}
+
+
+class WireFields:
+    """Of a dataclass that travels to an engine: only what differs from the defaults does."""
+
+    __slots__ = ()
+
+    def to_wire(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as plain msgpack values."""
+        return {
+            name: value
+            for name, default in defaults(type(self)).items()
+            if (value := getattr(self, name)) not in (default, ())
+        }
+
+    @classmethod
+    def from_wire(cls, values: Mapping[str, Any]) -> Self:
+        """Rebuild from `to_wire`.
+
+        Raises:
+            ValidationError: on an unknown field or a value out of bounds.
+        """
+        for name in values.keys() - defaults(cls).keys():
+            raise ValidationError(str(name)[:64], f"is no field of {cls.__name__}")
+        return cls(**values)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
-from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
+from wavecore.engine_core.api.fields import Bounds, WireFields, field_checks, make_plain
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import MAX_TOKEN_ID, Checker
 
@@ -16,7 +15,7 @@ DEADLINES = ("timeout", "queue_timeout", "first_token_timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
+class RequestOptions(WireFields):
     """Options of one request beside its `SamplingParams`, checked where they are made, in frontend and engine alike.
 
     Attributes:
@@ -35,7 +34,7 @@ class RequestOptions:
     timeout: Annotated[float | None, DEADLINE] = None
     queue_timeout: Annotated[float | None, DEADLINE] = None
     first_token_timeout: Annotated[float | None, DEADLINE] = None
-    cache_salt: Annotated[str | None, Bounds(0, 256)] = None
+    cache_salt: Annotated[str | None, Bounds(1, 256)] = None
     pooling: Literal["mean", "last"] | None = None
     emitted: Annotated[int, Bounds(0, MAX_TOKEN_ID)] = 0
 
@@ -52,21 +51,5 @@ class RequestOptions:
         left: dict[str, Any] = {name: max(MIN_SECONDS, limit - seconds) for name, limit in self.deadlines.items()}
         return replace(self, **left)
 
-    def to_wire(self) -> dict[str, Any]:
-        """What differs from the defaults, as plain msgpack values."""
-        return {name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) != default}
-
-    @classmethod
-    def from_wire(cls, values: Mapping[str, Any]) -> Self:
-        """Rebuild from `to_wire`.
-
-        Raises:
-            ValidationError: on an unknown name or a value out of bounds.
-        """
-        for name in values.keys() - _DEFAULTS.keys():
-            raise ValidationError(str(name)[:64], "is not a request option")
-        return cls(**values)
-
 
 _CHECKS = field_checks(RequestOptions, Checker(ValidationError))
-_DEFAULTS = {field.name: field.default for field in fields(RequestOptions)}

@@ -8,11 +8,11 @@ the wire, so the same bounds hold twice. Bounds that need the model's vocabulary
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Any, Self
 
-from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
+from wavecore.engine_core.api.fields import Bounds, WireFields, field_checks, make_plain
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import MAX_TOKEN_ID, Checker, shown
 
@@ -30,7 +30,7 @@ _check = Checker(ValidationError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(WireFields):
     """Sampling and stopping rules of one request; names and defaults as in vLLM and OpenAI's API.
 
     Attributes:
@@ -163,26 +163,8 @@ class SamplingParams:
         """A copy with some fields changed and all of them checked again."""
         return replace(self, **changes)
 
-    def to_wire(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as plain msgpack values."""
-        return {
-            name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) not in (default, ())
-        }
-
-    @classmethod
-    def from_wire(cls, values: Mapping[str, Any]) -> Self:
-        """Rebuild from `to_wire`.
-
-        Raises:
-            ValidationError: on an unknown field or a value out of bounds.
-        """
-        for name in values.keys() - _DEFAULTS.keys():
-            raise ValidationError(str(name)[:64], "is not a sampling parameter")
-        return cls(**values)
-
 
 _CHECKS = field_checks(SamplingParams, _check)
-_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
 def _biases(biases: Any) -> dict[int, float]:

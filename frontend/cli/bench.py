@@ -19,10 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.cli.generate import open_llm
 from wavecore.frontend.cli.parser import CommandParser
-from wavecore.frontend.cli.workload import WORKLOADS, WorkItem, open_work, percentile, random_work
+from wavecore.frontend.cli.workload import TOP, WORKLOADS, WorkItem, open_work, random_work, span
 from wavecore.frontend.llm import LLM
 
 COUNTERS = (
@@ -68,8 +70,8 @@ class BenchReport:
         ]
         for name, values in (("time to first token", self.ttft), ("time per token", self.tpot)):
             if values:
-                ms = [f"{1000 * percentile(values, p):.1f}" for p in (0.5, 0.9, 0.99)]
-                lines.append(f"{name:<22}{' / '.join(ms)} ms (p50 / p90 / p99)")
+                ms = " / ".join(f"{1000 * p:.1f}" for p in np.percentile(values, (50, 90, 99)))
+                lines.append(f"{name:<22}{ms} ms (p50 / p90 / p99)")
         for index, rose in enumerate(self.counters):
             steps = max(1, rose["steps"])
             shown = {name: f"{rose[name]:.0f}" for name in ("steps", "preemptions")}
@@ -98,8 +100,9 @@ def run(args: Sequence[str]) -> int:
         if values.workload:
             work = open_work(values.workload)
         else:
-            sizes = values.num_prompts, values.input_len, values.output_len, values.range_ratio
-            work = random_work(*sizes, llm.vocab_size, values.workload_seed)
+            inputs, outputs = (span(n, values.range_ratio) for n in (values.input_len, values.output_len))
+            top = min(llm.vocab_size, TOP)
+            work = random_work(values.num_prompts, inputs, outputs, top=top, seed=values.workload_seed)
         warm_up(llm, work)
         report = min((measure(llm, work) for _ in range(max(1, values.repeats))), key=lambda r: r.seconds)
     print("\n".join(report.lines()))

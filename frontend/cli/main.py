@@ -19,12 +19,6 @@ COMMANDS = {
     "engine": ("frontend.cli.engine", "run an engine that other processes attach to"),
     "bench": ("frontend.cli.bench", "measure: `wavecore bench offline`"),
 }
-REFUSED = {
-    "serve": "an HTTP server is not part of this version; run `wavecore engine` and attach with wavecore.connect()",
-    "complete": "use `wavecore generate --raw PROMPT`",
-    "run-batch": "use LLM.generate from Python",
-    "collect-env": "run `python -m torch.utils.collect_env`",
-}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -38,10 +32,10 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"wavecore {VERSION}")
         return 0
     if name not in COMMANDS:
-        from wavecore.frontend.compat import did_you_mean  # slow to import, for the sake of a typo
+        from wavecore.frontend.compat import did_you_mean, refused  # slow to import, for the sake of a typo
 
-        unknown = f"no such command{did_you_mean(name, COMMANDS, '')}"
-        print(f"wavecore: {name}: {REFUSED.get(name, unknown)}\n\n{_help()}", file=sys.stderr)
+        reason = refused("commands", name) or f"{name}: no such command{did_you_mean(name, COMMANDS, '')}"
+        print(f"wavecore: {reason}\n\n{_help()}", file=sys.stderr)
         return 2
     try:
         code: int = import_module(f"wavecore.{COMMANDS[name][0]}").run(args[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from wavecore.transport.errors import ValidationError
 
 TOP = 10_000  # token ids stay below it: every model of real size has them
+Span = tuple[int, int]  # the shortest and the longest length
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +25,24 @@ class WorkItem:
 
 
 def random_work(
-    count: int, input_len: int, output_len: int, range_ratio: float, vocab_size: int, seed: int
+    count: int, inputs: Span, outputs: Span, temperature: float = 0.0, top: int = TOP, seed: int = 0
 ) -> list[WorkItem]:
-    """Random prompts; lengths uniform in [length x (1 - range_ratio), length]."""
-    if not 0 <= range_ratio < 1 or min(count, input_len, output_len) < 1:
-        raise ValidationError("workload", "needs counts and lengths of at least 1 and 0 <= range_ratio < 1")
+    """Random tokens below `top`; lengths of prompts and outputs uniform in their spans."""
+    if count < 1:
+        raise ValidationError("workload", f"needs at least one request, not {count}")
     draw = random.Random(seed)
-
-    def length(longest: int) -> int:
-        return draw.randint(max(1, round(longest * (1 - range_ratio))), longest)
-
-    top = min(vocab_size, TOP)
-    return [WorkItem(_ids(draw, length(input_len), top), length(output_len)) for _ in range(count)]
+    return [WorkItem(_ids(draw, draw.randint(*inputs), top), draw.randint(*outputs), temperature) for _ in range(count)]
 
 
-def ragged_work(
-    count: int, low: int = 100, high: int = 1024, temperature: float = 0.6, seed: int = 0
-) -> list[WorkItem]:
-    """Lengths of prompt and output both uniform in [low, high]."""
-    draw = random.Random(seed)
-    return [WorkItem(_ids(draw, draw.randint(low, high)), draw.randint(low, high), temperature) for _ in range(count)]
+def span(longest: int, range_ratio: float) -> Span:
+    """From `longest` x (1 - range_ratio) to `longest`.
 
-
-def fixed_work(count: int, input_len: int, output_len: int, seed: int = 0) -> list[WorkItem]:
-    """All of one length, greedy."""
-    draw = random.Random(seed)
-    return [WorkItem(_ids(draw, input_len), output_len) for _ in range(count)]
+    Raises:
+        ValidationError: no such lengths.
+    """
+    if longest < 1 or not 0 <= range_ratio < 1:
+        raise ValidationError("workload", "needs lengths of at least 1 and 0 <= range_ratio < 1")
+    return max(1, round(longest * (1 - range_ratio))), longest
 
 
 def shared_prefix_work(
@@ -70,14 +63,14 @@ def _ids(draw: random.Random, count: int, top: int = TOP) -> list[int]:
 
 
 WORKLOADS: Mapping[str, Callable[[], list[WorkItem]]] = {
-    "ragged-256": lambda: ragged_work(256),
-    "ragged-1024": lambda: ragged_work(1024),
-    "in1024-out256-x512": lambda: fixed_work(512, 1024, 256),
-    "decode-heavy-x256": lambda: fixed_work(256, 32, 512),
-    "prefill-heavy-x128": lambda: fixed_work(128, 4096, 8),
+    "ragged-256": lambda: random_work(256, (100, 1024), (100, 1024), temperature=0.6),
+    "ragged-1024": lambda: random_work(1024, (100, 1024), (100, 1024), temperature=0.6),
+    "in1024-out256-x512": lambda: random_work(512, (1024, 1024), (256, 256)),
+    "decode-heavy-x256": lambda: random_work(256, (32, 32), (512, 512)),
+    "prefill-heavy-x128": lambda: random_work(128, (4096, 4096), (8, 8)),
     "shared-prefix-16x32": lambda: shared_prefix_work(16, 32),
-    "single-in128-out256": lambda: fixed_work(1, 128, 256),
-    "single-in8192-out16": lambda: fixed_work(1, 8192, 16),
+    "single-in128-out256": lambda: random_work(1, (128, 128), (256, 256)),
+    "single-in8192-out16": lambda: random_work(1, (8192, 8192), (16, 16)),
 }
 """The workloads of docs/benchmarks.md by name; token ids lie in [10, 10,000)."""
 
@@ -104,9 +97,3 @@ def open_work(name: str) -> list[WorkItem]:
 def _item(row: Any) -> WorkItem:
     prompt = row["prompt_token_ids"] if "prompt_token_ids" in row else row["prompt"]
     return WorkItem(prompt, int(row["max_tokens"]), float(row.get("temperature", 0.0)))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -29,6 +29,7 @@ from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tok
 from wavecore.transport.errors import ModelError, NotSupportedError, ValidationError
 from wavecore.transport.processes.supervisor import ChildSpec, Limits, Supervisor
 from wavecore.transport.version import VERSION
+from wavecore.transport.wire.checks import Checker
 from wavecore.transport.wire.codec import MAX_FRAME_BYTES
 
 Progress = Callable[[int, str, float], None]
@@ -101,11 +102,6 @@ class Service:
     def max_model_len(self) -> int:
         return int(self.resolved["max_model_len"])
 
-    @property
-    def max_running(self) -> int:
-        """How many requests one caller keeps at the engine, so that it leaves room for others in the queue."""
-        return max(1, int(self.resolved["max_num_queued_reqs"]) // 2)
-
     @cached_property
     def default_params(self) -> SamplingParams:
         """What the model's authors recommend, else the defaults.
@@ -159,8 +155,8 @@ class Service:
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValidationError("sampling_params", f"must be SamplingParams, not {type(params).__name__}")
-        if request_id is not None and (not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID):
-            raise ValidationError("request_id", f"must be a text of 1 to {MAX_ID} characters, not {request_id!r:.60}")
+        request_id = str(next(self._numbers)) if request_id is None else request_id
+        Checker(ValidationError).text("request_id", request_id, 1, MAX_ID)
         queue = int(self.resolved["max_num_queued_reqs"])
         if params.n > queue:
             raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")
@@ -182,7 +178,7 @@ class Service:
             self._check_ids(ids)
         self._check_length(len(ids), params, options)
         return EngineRequest(
-            request_id=request_id if request_id is not None else str(next(self._numbers)),
+            request_id=request_id,
             text=prompt.text,
             prompt=ids,
             params=params,

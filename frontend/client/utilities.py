@@ -55,9 +55,7 @@ def heat_map(values: F32) -> npt.NDArray[np.uint8]:
     """RGB pixels uint8 [height, width, 3]."""
     low, high = float(values.min()), float(values.max())
     scaled = (values - low) / ((high - low) or 1.0) * (len(COLOURS) - 1)
-    below = np.minimum(scaled.astype(np.int64), len(COLOURS) - 2)
-    share = (scaled - below)[..., None]
-    mixed = COLOURS[below] * (1 - share) + COLOURS[below + 1] * share
+    mixed = np.stack([np.interp(scaled, np.arange(len(COLOURS)), channel) for channel in COLOURS.T], axis=-1)
     pixels: npt.NDArray[np.uint8] = mixed.round().astype(np.uint8)
     zoom = -(-LEAST_PIXELS // max(values.shape))
     return np.repeat(np.repeat(pixels, zoom, axis=0), zoom, axis=1)

@@ -52,10 +52,8 @@ class StopStrings:
         """Length of the longest end of `text` that begins a stop string."""
         longest = 0
         for stop in self._stops:
-            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-            while at >= 0:
-                if stop.startswith(text[at:]):
-                    longest = max(longest, len(text) - at)
+            for size in range(min(len(text), len(stop) - 1), longest, -1):
+                if text.endswith(stop[:size]):
+                    longest = size
                     break
-                at = text.find(stop[0], at + 1)
         return longest

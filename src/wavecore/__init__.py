@@ -24,9 +24,10 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOMES[name]), name)
     if name == "__version__":
         return import_module("wavecore.transport.version").VERSION
-    if not name.startswith("_") and (refused := import_module("wavecore.frontend.compat").refuse_class(name)):
-        raise refused
-    raise AttributeError(f"module 'wavecore' has no attribute {name!r}")
+    unknown = AttributeError(f"module 'wavecore' has no attribute {name!r}")
+    if name.startswith("_"):
+        raise unknown
+    raise import_module("wavecore.frontend.compat").refused("classes", name) or unknown
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ def test_one_bar_that_only_grows(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         for phase in ("fetch", "import", "load", "kv_cache", "bind"):
             for fraction in (0.0, 0.5, 1.0, 0.0):
                 bar(0, phase, fraction)
-                seen.append(bar._bar.n)
+                seen.append(bar.n)
     assert seen == sorted(seen)
     assert len(set(seen)) > 10
     assert seen[-1] == 100

@@ -64,7 +64,6 @@ def test_ids_become_int32() -> None:
         {"prompt_token_ids": ["a"]},
         {"prompt_token_ids": [[1], [2, 3]]},
         {"prompt_token_ids": [True, False]},
-        {"prompt": "a", "cache_salt": ""},
         {"prompt": "a", "promt": "b"},
         {"prompt": "a", "parse_special": 1},
     ],

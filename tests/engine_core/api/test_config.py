@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wavecore.engine_core.api.config import EngineConfig, fault
+from wavecore.engine_core.api.config import EngineConfig
 from wavecore.transport.errors import ConfigError, NotSupportedError
 
 
@@ -37,7 +37,6 @@ from wavecore.transport.errors import ConfigError, NotSupportedError
     ],
 )
 def test_a_setting_out_of_bounds_is_refused_by_name(name: str, value: Any, reason: str) -> None:
-    assert fault(name, value)
     with pytest.raises(ConfigError, match=f"^{name} must be {reason}"):
         EngineConfig(**{name: value})
 

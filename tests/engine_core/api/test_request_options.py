@@ -21,7 +21,7 @@ options = st.builds(
     timeout=seconds,
     queue_timeout=seconds,
     first_token_timeout=seconds,
-    cache_salt=st.none() | st.text(max_size=256),
+    cache_salt=st.none() | st.text(min_size=1, max_size=256),
     pooling=st.sampled_from([None, "mean", "last"]),
     emitted=st.integers(0, 1000),
 )
@@ -50,7 +50,7 @@ def test_numbers_become_plain() -> None:
     [
         *[("priority", value) for value in (1.5, True, 1 << 40, None, "1")],
         *[(name, value) for name in DEADLINES for value in (0, 0.0009, -1.0, math.inf, math.nan, 1e9, "1", True)],
-        *[("cache_salt", value) for value in (3, "x" * 257, b"x")],
+        *[("cache_salt", value) for value in (3, "", "x" * 257, b"x")],
         *[("pooling", value) for value in ("max", "", 1)],
         *[("emitted", value) for value in (-1, 1.0, 1 << 31, None)],
         *[("colour", value) for value in (1, None)],

@@ -74,7 +74,7 @@ def test_it_is_a_plain_frozen_dataclass() -> None:
 
 def test_an_unknown_name_from_the_wire_is_refused() -> None:
     for name in ("no_such", "best_of", 5):
-        with pytest.raises(ValidationError, match=f"{name}: is not a sampling parameter"):
+        with pytest.raises(ValidationError, match=f"{name}: is no field of SamplingParams"):
             SamplingParams.from_wire({name: 1})  # type: ignore[dict-item]
 
 

@@ -12,11 +12,10 @@ import pytest
 from wavecore.frontend.cli.workload import (
     WORKLOADS,
     WorkItem,
-    fixed_work,
     open_work,
-    ragged_work,
     random_work,
     shared_prefix_work,
+    span,
 )
 from wavecore.transport.errors import ValidationError
 
@@ -46,7 +45,7 @@ def test_sizes_are_those_of_the_published_table(name: str) -> None:
 
 
 def test_ragged_lengths_fill_their_range() -> None:
-    work = ragged_work(2000, 5, 9)
+    work = random_work(2000, (5, 9), (5, 9))
     for lengths in ([len(item.prompt) for item in work], [item.max_tokens for item in work]):
         counts = Counter(lengths)
         assert set(counts) == {5, 6, 7, 8, 9}
@@ -65,12 +64,19 @@ def test_a_shared_prefix_is_shared_by_its_group_alone() -> None:
 
 def test_a_seed_gives_the_same_work_and_another_seed_other_work() -> None:
     for make in (
-        lambda seed: ragged_work(3, seed=seed),
-        lambda seed: fixed_work(2, 8, 4, seed=seed),
+        lambda seed: random_work(3, (5, 90), (1, 90), seed=seed),
+        lambda seed: random_work(2, (8, 8), (4, 4), seed=seed),
         lambda seed: shared_prefix_work(2, 2, 8, 4, 2, seed=seed),
-        lambda seed: random_work(3, 8, 4, 0.5, 512, seed),
+        lambda seed: random_work(3, span(8, 0.5), span(4, 0.5), top=512, seed=seed),
     ):
         assert make(1) == make(1) != make(2)
+
+
+def test_a_span_goes_down_from_the_longest_length() -> None:
+    assert (span(8, 0.0), span(8, 0.5), span(1, 0.9)) == ((8, 8), (4, 8), (1, 1))
+    for longest, ratio in ((0, 0.0), (8, 1.0), (8, -0.1)):
+        with pytest.raises(ValidationError, match="range_ratio"):
+            span(longest, ratio)
 
 
 def test_a_name_or_a_file(tmp_path: Path) -> None:

@@ -30,7 +30,18 @@ class BaseLLM:
 
     @classmethod
     def connect(cls, runtime_dir: str | Path, timeout: float = 30.0) -> Self:
-        """Attach to a running engine; `shutdown` only lets go of it."""
+        """A client of a running engine; any number may attach, from any process. `shutdown` only lets go of it.
+
+        Args:
+            runtime_dir: as `wavecore engine` prints it, or `LLM.runtime_dir`.
+            timeout: seconds until the engine must have answered.
+
+        Raises:
+            StartError: nothing runs there, or it does not answer.
+            EngineDead: what ran there is over; with the cause.
+        """
+        if not isinstance(runtime_dir, str | Path):
+            raise ConfigError(f"runtime_dir must be the path of a runtime directory, not {runtime_dir!r:.60}")
         llm = cls.__new__(cls)
         llm._attach(Service(Path(runtime_dir), None, timeout))
         return llm
@@ -53,7 +64,7 @@ class BaseLLM:
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
-        return int(self._service.resolved["vocab_size"])
+        return self._service.vocab_size
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model authors' recommendation (generation_config.json), else the defaults."""

@@ -6,25 +6,24 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.frontend.async_llm import AsyncLLM
 from wavecore.frontend.base import BaseLLM
 from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS, OutputKind
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.offline import run_batch
 from wavecore.frontend.client.request import EngineRequest
-from wavecore.frontend.client.utilities import attention_map, call_all, memory_table, write_heat_map
+from wavecore.frontend.client.utilities import attention_map, call_all, heat_map, memory_table, png
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt, as_prompts
 from wavecore.frontend.text.messages import ChatOptions
 from wavecore.frontend.text.tokenizer import Tokenizer
-from wavecore.transport.errors import ConfigError, NotSupportedError, ValidationError
+from wavecore.transport.errors import NotSupportedError, ValidationError
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
@@ -112,9 +111,8 @@ class LLM(BaseLLM):
         The text of special tokens inside contents stays text. Otherwise as `generate`.
         """
         _no_lora(lora_request)
-        if not isinstance(messages, Sequence) or not messages:
-            raise ValidationError("messages", "must be a conversation or a list of conversations")
-        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        several = isinstance(messages, Sequence) and messages and isinstance(messages[0], Sequence)
+        conversations: Any = messages if several else [messages]
         chat = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         asked = [self._service.chat_prompt(conversation, chat) for conversation in conversations]
         options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout)
@@ -198,7 +196,7 @@ class LLM(BaseLLM):
         """
         request = self._service.prepare(as_prompt(prompt), SamplingParams(max_tokens=1))
         weights = attention_map(self._service.client, request.prompt.tolist(), layer, head)
-        write_heat_map(path, weights)
+        Path(path).write_bytes(png(heat_map(weights)))
         return weights
 
     def __enter__(self) -> Self:
@@ -238,25 +236,8 @@ class LLM(BaseLLM):
         return run_batch(self._service, requests, use_tqdm)
 
 
-@overload
-def connect(runtime_dir: str | Path, *, asynchronous: Literal[False] = False, timeout: float = 30.0) -> LLM: ...
-@overload
-def connect(runtime_dir: str | Path, *, asynchronous: Literal[True], timeout: float = 30.0) -> AsyncLLM: ...
-def connect(runtime_dir: str | Path, *, asynchronous: bool = False, timeout: float = 30.0) -> LLM | AsyncLLM:
-    """A client of the engine whose deployment lies in `runtime_dir`; any number may attach, from any process.
-
-    Args:
-        runtime_dir: as `wavecore engine` prints it, or `LLM.runtime_dir`.
-        asynchronous: give an `AsyncLLM` instead of an `LLM`.
-        timeout: seconds until the engine must have answered.
-
-    Raises:
-        StartError: nothing runs there, or it does not answer.
-        EngineDead: what ran there is over; with the cause.
-    """
-    if not isinstance(runtime_dir, str | Path):
-        raise ConfigError(f"runtime_dir must be the path of a runtime directory, not {runtime_dir!r:.60}")
-    return AsyncLLM.connect(runtime_dir, timeout) if asynchronous else LLM.connect(runtime_dir, timeout)
+connect = LLM.connect
+"""A client of an engine that runs already; `AsyncLLM.connect` for asyncio programs."""
 
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -52,14 +53,11 @@ class BatchBar:
     """Finished requests, with tokens a second in both directions."""
 
     def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
-        own: Callable[..., Any] | None = _Bar if use_tqdm and not _hidden() else None
-        make = use_tqdm if callable(use_tqdm) else own
-        self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True) if make else None
+        make = use_tqdm if callable(use_tqdm) else partial(_Bar, disable=not use_tqdm or _hidden())
+        self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
         self._input = self._output = 0
 
     def done(self, output: RequestOutput) -> None:
-        if self._bar is None:
-            return
         self._input += len(output.prompt_token_ids)
         self._output += sum(len(o.token_ids) for o in output.outputs)
         elapsed = float(self._bar.format_dict["elapsed"]) or 1e-9
@@ -68,5 +66,4 @@ class BatchBar:
         self._bar.update(1)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()

@@ -79,11 +79,8 @@ class WireFields:
 
     def to_wire(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain msgpack values."""
-        return {
-            name: value
-            for name, default in defaults(type(self)).items()
-            if (value := getattr(self, name)) not in (default, ())
-        }
+        own = defaults(type(self)).items()
+        return {name: value for name, default in own if (value := getattr(self, name)) not in (default, ())}
 
     @classmethod
     def from_wire(cls, values: Mapping[str, Any]) -> Self:

@@ -27,15 +27,6 @@ from wavecore.frontend.cli.parser import CommandParser
 from wavecore.frontend.cli.workload import TOP, WORKLOADS, WorkItem, open_work, random_work, span
 from wavecore.frontend.llm import LLM
 
-COUNTERS = (
-    "steps",
-    "preemptions",
-    "prompt_tokens",
-    "output_tokens",
-    "recomputed_tokens",
-    "swapped_tokens",
-    "cache_hits",
-)
 SECONDS = "_seconds"
 
 
@@ -48,7 +39,7 @@ class BenchReport:
         input_tokens, output_tokens: of all requests together.
         ttft: seconds to the first token, one a request.
         tpot: seconds a token after the first, one a request of two tokens or more.
-        counters: what COUNTERS and the seconds of each phase rose by, for each engine.
+        counters: what the counters of `LLM.step_stats` and the seconds of each phase rose by, for each engine.
     """
 
     seconds: float
@@ -146,7 +137,9 @@ def measure(llm: LLM, work: Sequence[WorkItem]) -> BenchReport:
 
 
 def _rise(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
-    return {name: after[name] - before[name] for name in before if name in COUNTERS or name.endswith(SECONDS)}
+    """Of whole numbers, which are counters but for a few that are 0 before and after, and of seconds."""
+    counted = [name for name, value in before.items() if isinstance(value, int) or name.endswith(SECONDS)]
+    return {name: after[name] - before[name] for name in counted}
 
 
 def phase_seconds(counters: dict[str, float]) -> dict[str, float]:

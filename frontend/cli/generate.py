@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from wavecore.engine_core.api.fields import defaults
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.cli.parser import CommandParser, add_sampling, settings
 from wavecore.frontend.llm import LLM, connect
@@ -46,14 +47,9 @@ def open_llm(values: Namespace) -> LLM:
 
 
 def sampling(values: Namespace) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=values.max_tokens,
-        temperature=values.temperature,
-        top_p=values.top_p,
-        top_k=values.top_k,
-        seed=values.sampling_seed,
-        stop=values.stop,
-    )
+    """Of what `add_sampling` made; an option has its parameter's name, but `seed` is a setting of the engine."""
+    given = {name: value for name, value in vars(values).items() if name in defaults(SamplingParams)}
+    return SamplingParams(**{**given, "seed": values.sampling_seed})
 
 
 def system_message(values: Namespace) -> list[dict[str, Any]]:

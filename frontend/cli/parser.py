@@ -6,10 +6,10 @@ import json
 import os
 import re
 import sys
-from argparse import SUPPRESS, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -47,36 +47,17 @@ class CommandParser:
     """
 
     def __init__(self, name: str, usage: str, about: str, words: Sequence[str] = ()) -> None:
-        usage = f"wavecore {name} {usage} [--SETTING VALUE ...]"
-        self._parser = ArgumentParser(
-            usage=usage, description=about, add_help=False, allow_abbrev=False, exit_on_error=False
-        )
+        self._usage = f"wavecore {name} {usage} [--SETTING VALUE ...]"
+        self._about = about
         self._words = words
-        self._known: set[str] = set()
-        self._switches = set(compat.FOREIGN_SWITCHES)
+        self._options: dict[str, tuple[type, Any, str]] = {}  # the command's own: kind, default, about
         self.option("config", str, "", "YAML file of settings, as --print_config writes it")
         self.option("print_config", bool, False, "print all settings as YAML, and end")
         self.option("help", bool, False, "print this, and end")
-        group = self._parser.add_argument_group("settings of the engine, each with its variable in the environment")
-        abouts = setting_help()
-        for setting, kind in get_type_hints(EngineConfig).items():
-            variable = f"{ENVIRONMENT}{setting.upper()}, default: {SETTINGS[setting]}"
-            self._add(
-                group, setting, kind, SUPPRESS, f"{abouts[setting]} ({variable})", partial(_read_setting, setting)
-            )
 
     def option(self, name: str, kind: type, default: Any, about: str) -> None:
         """An option of the command's own, of a kind in KINDS."""
-        self._add(self._parser, name, kind, default, about, partial(_read_option, name, kind))
-
-    def _add(self, group: Any, name: str, kind: Any, default: Any, about: str, read: Any) -> None:
-        self._known.add(name)
-        if kind is bool:
-            self._switches.add(name)
-        metavar = "[true|false]" if kind is bool else None
-        if get_origin(kind) is Literal:
-            metavar = "|".join(get_args(kind))
-        group.add_argument(_flag(name), type=read, default=default, metavar=metavar, help=about.replace("%", "%%"))
+        self._options[name] = kind, default, about
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Values of all options; ends the program after --help and --print_config.
@@ -89,31 +70,29 @@ class CommandParser:
         flags, words = self._split(args)
         if len(words) > len(self._words):
             raise ConfigError(f"{words[len(self._words)]!r:.80} is one argument too many; see --help")
-        try:
-            given = vars(self._parser.parse_args(flags))
-        except ArgumentError as error:
-            raise ConfigError(error.message) from None
-        if given["help"]:
-            print(self._parser.format_help())
+        own = {name: default for name, (_, default, _) in self._options.items()}
+        own |= {name: self._read(name, text) for name, text in flags.items() if name in own}
+        flagged = {n: compat.checked(n, compat.typed(n, t), _flag(n)) for n, t in flags.items() if n not in own}
+        if own["help"]:
+            print(self._help())
             sys.exit(0)
-        flagged = {name: given.pop(name) for name in SETTINGS if name in given}
-        if given.get("attach") and (flagged or given["config"]):
+        if own.get("attach") and (flagged or own["config"]):
             name = _flag(next(iter(flagged), "config"))
             raise ConfigError(f"{name} is for an engine that is started; the one of --attach has its settings already")
-        merged = {**SETTINGS, **_read_file(given["config"]), **compat.from_environment(), **flagged}
-        if given["print_config"]:
+        merged = {**SETTINGS, **_read_file(own["config"]), **compat.from_environment(), **flagged}
+        if own["print_config"]:
             print(yaml.safe_dump(merged, sort_keys=False), end="")
             sys.exit(0)
-        return Namespace(**merged, **given, **dict(zip_longest(self._words, words, fillvalue="")))
+        return Namespace(**merged, **own, **dict(zip_longest(self._words, words, fillvalue="")))
 
-    def _split(self, args: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Flags as `--name=value`, and the words between them.
+    def _split(self, args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+        """The text of each option and setting, by its name, and the words between them.
 
         Raises:
             ConfigError: an unknown flag, or one without its value.
             NotSupportedError: a flag of vLLM that asks for what this engine lacks.
         """
-        flags: list[str] = []
+        flags: dict[str, str] = {}
         words: list[str] = []
         rest = deque(args)
         while rest:
@@ -128,12 +107,12 @@ class CommandParser:
             name, value = self._spell(word, rest)
             if compat.asks_for_nothing(name, compat.yaml_value(value or "")):
                 continue
-            if name not in self._known:
-                known = [_flag(name) for name in self._known]
+            if name not in self._options and name not in SETTINGS:
+                known = [_flag(name) for name in (*self._options, *SETTINGS)]
                 raise ConfigError(f"{_flag(name)}: no such option{did_you_mean(_flag(name), known, '; see --help')}")
             if value is None:
                 raise ConfigError(f"{_flag(name)} needs a value")
-            flags.append(f"{_flag(name)}={value}")
+            flags[name] = value
         return flags, words
 
     def _spell(self, word: str, rest: deque[str]) -> tuple[str, str | None]:
@@ -153,20 +132,35 @@ class CommandParser:
             value = rest.popleft()
         return name, OPPOSITE.get(str(value).lower(), value) if negated else value
 
+    @cached_property
+    def _switches(self) -> frozenset[str]:
+        kinds = {**get_type_hints(EngineConfig), **{name: kind for name, (kind, _, _) in self._options.items()}}
+        return compat.FOREIGN_SWITCHES | {name for name, kind in kinds.items() if kind is bool}
 
-def _read_option(name: str, kind: type, text: str) -> Any:
-    read, what = KINDS[kind]
-    try:
-        return read(text)
-    except (KeyError, ValueError):
-        raise ArgumentTypeError(f"{_flag(name)} must be {what}, not {text!r:.80}") from None
+    def _read(self, name: str, text: str) -> Any:
+        read, what = KINDS[self._options[name][0]]
+        try:
+            return read(text)
+        except (KeyError, ValueError):
+            raise ConfigError(f"{_flag(name)} must be {what}, not {text!r:.80}") from None
+
+    def _help(self) -> str:
+        parser = ArgumentParser(usage=self._usage, description=self._about, add_help=False)
+        for name, (kind, _, about) in self._options.items():
+            _explain(parser, name, kind, about)
+        group = parser.add_argument_group("settings of the engine, each with its variable in the environment")
+        abouts = setting_help()
+        for name, kind in get_type_hints(EngineConfig).items():
+            about = f"{abouts[name]} ({ENVIRONMENT}{name.upper()}, default: {SETTINGS[name]})"
+            _explain(group, name, kind, about)
+        return parser.format_help()
 
 
-def _read_setting(name: str, text: str) -> Any:
-    try:
-        return compat.checked(name, compat.typed(name, text), _flag(name))
-    except ConfigError as error:  # argparse would say its own words for any ValueError but this one
-        raise ArgumentTypeError(str(error)) from None
+def _explain(group: Any, name: str, kind: Any, about: str) -> None:
+    metavar = "[true|false]" if kind is bool else None
+    if get_origin(kind) is Literal:
+        metavar = "|".join(get_args(kind))
+    group.add_argument(_flag(name), metavar=metavar, help=about.replace("%", "%%"))
 
 
 def _read_file(path: str) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class EngineClient:
         """
         with self._lock:
             self._check_open()
-            up = [i for i, e in self._engines.items() if e.state is EngineState.UP and engine in (None, i)]
+            up = [index for index in self.engines if engine in (None, index)]
             if not up:
                 raise self._requests.no_engine()
             return self._calls.start(up[0], method, args or {}, timeout)
@@ -133,7 +133,7 @@ class EngineClient:
         """
         with self._lock:
             self._check_open()
-            if not self._any_up:
+            if not self.engines:
                 raise self._requests.no_engine()
 
     def can_recover(self) -> bool:
@@ -143,14 +143,12 @@ class EngineClient:
     @property
     def engines(self) -> list[int]:
         """Indices of the engines that take requests."""
-        with self._lock:
-            return [engine.index for engine in self._engines.values() if engine.state is EngineState.UP]
+        return [engine.index for engine in self._engines.values() if engine.state is EngineState.UP]
 
     @property
     def resolved(self) -> Mapping[str, Any]:
         """What the first engine said at ready: model_path, max_model_len, vocab_size, ..."""
-        with self._lock:
-            return next((engine.resolved for engine in self._engines.values() if engine.resolved), {})
+        return next((engine.resolved for engine in self._engines.values() if engine.resolved), {})
 
     def close(self) -> None:
         """End every request and let go of the engines. Idempotent."""
@@ -246,14 +244,10 @@ class EngineClient:
 
     def _wait_ready(self, timeout: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._any_up or self._refused, timeout)
-            if not self._any_up:
+            self._changed.wait_for(lambda: self.engines or self._refused, timeout)
+            if not self.engines:
                 silent = f"no engine of {self._runtime_dir} answered within {timeout} s; is it overloaded?"
                 raise self._refused or StartError(silent)
-
-    @property
-    def _any_up(self) -> bool:
-        return any(engine.state is EngineState.UP for engine in self._engines.values())
 
     def _check_open(self) -> None:
         if self._closed:

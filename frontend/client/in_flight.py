@@ -40,7 +40,6 @@ class Flight:
         handles: handle -> choice, of choices that still run.
         sent_again: how often.
         lost_by: the death that it was sent again for.
-        started: monotonic time when it was submitted.
     """
 
     mailbox: Mailbox
@@ -49,18 +48,18 @@ class Flight:
     handles: dict[int, int] = field(default_factory=dict)
     sent_again: int = 0
     lost_by: EngineDead | None = None
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def deadline(self) -> float:
         """Monotonic time when the client gives up on it."""
         options = self.mailbox.request.options
         timeout = math.inf if options.timeout is None else options.timeout
+        started = self.mailbox.started
         if self.engine is not None:  # the engine counts its time
-            return self.started + timeout + GRACE_SECONDS
+            return started + timeout + GRACE_SECONDS
         if self.mailbox.has_tokens:
-            return self.started + timeout
-        return self.started + min(options.deadlines.values(), default=math.inf)
+            return started + timeout
+        return started + min(options.deadlines.values(), default=math.inf)
 
 
 class InFlight:
@@ -172,7 +171,7 @@ class InFlight:
             if engine is None:
                 break
             try:
-                self._send(flight, engine, flight.mailbox.emitted, time.monotonic() - flight.started)
+                self._send(flight, engine, flight.mailbox.emitted, time.monotonic() - flight.mailbox.started)
             except WavecoreError as refused:
                 failed[flight] = refused
         self._fail(failed)

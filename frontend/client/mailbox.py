@@ -51,6 +51,7 @@ class Mailbox:
     """Attributes:
     request: what was asked for.
     notifier: tells the consumer.
+    started: monotonic time of its submission.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Mailbox:
         self._choices = [choice(i) for i in range(params.n)]
         self._lock = threading.Lock()
         self._notified = False
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         self._metrics = RequestMetrics(time.time())
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         self._cached_tokens: int | None = None
@@ -97,7 +98,7 @@ class Mailbox:
             if choice.finish is not None:
                 return False
             if tokens:
-                now = time.monotonic() - self._started
+                now = time.monotonic() - self.started
                 self._metrics.last_token_latency = now
                 if self._metrics.first_token_latency is None:
                     self._metrics.first_token_latency = now

@@ -79,12 +79,8 @@ def embeds_frame(embeds: Any, hidden_size: int) -> TensorFrame:
     array = np.asarray(embeds)
     if array.ndim == 3 and array.shape[0] == 1:
         array = array[0]
-    if (
-        array.dtype not in (np.float32, np.float16)
-        or array.ndim != 2
-        or array.shape[1] != hidden_size
-        or not len(array)
-    ):
+    fits = array.ndim == 2 and array.shape[1] == hidden_size and len(array)
+    if array.dtype not in (np.float32, np.float16) or not fits:
         raise ValidationError(
             "prompt_embeds", f"must be floats of shape [n, {hidden_size}], not {array.dtype} {list(array.shape)}"
         )

@@ -42,6 +42,7 @@ class Service:
     """An engine to talk to.
 
     Attributes:
+        resolved: what the engine said at ready.
         tokenizer: None with skip_tokenizer_init.
         runtime_dir: others attach to it with `connect`.
     """
@@ -53,6 +54,8 @@ class Service:
         self.client = EngineClient(runtime_dir, timeout=timeout, version=VERSION)
         try:
             self.resolved = self.client.resolved
+            self.vocab_size = int(self.resolved["vocab_size"])
+            self.max_model_len = int(self.resolved["max_model_len"])
             self.tokenizer = _tokenizer(self.resolved)
         except BaseException:
             self.client.close()
@@ -97,10 +100,6 @@ class Service:
         return dropped.detach
 
     # --- facts ---------------------------------------------------------------------------------------------------
-
-    @property
-    def max_model_len(self) -> int:
-        return int(self.resolved["max_model_len"])
 
     @cached_property
     def default_params(self) -> SamplingParams:
@@ -175,18 +174,12 @@ class Service:
             raise ValidationError("prompt", "gives no tokens")
         else:
             ids = prompt.ids
-            self._check_ids(ids)
+            if ids.max() >= self.vocab_size:
+                reason = f"token id {ids.max()} is outside the vocabulary of {self.vocab_size}"
+                raise ValidationError("prompt_token_ids", reason)
         self._check_length(len(ids), params, options)
-        return EngineRequest(
-            request_id=request_id,
-            text=prompt.text,
-            prompt=ids,
-            params=params,
-            wire=self._wire(params),
-            options=options,
-            prompt_embeds=embeds,
-            resume=resume,
-        )
+        wire = self._wire(params)
+        return EngineRequest(request_id, prompt.text, ids, params, wire, options, prompt_embeds=embeds, resume=resume)
 
     def submit(self, request: EngineRequest, notifier: Notifier, kind: OutputKind) -> Mailbox:
         mailbox = Mailbox(request, self.tokenizer, notifier, kind)
@@ -197,11 +190,6 @@ class Service:
         """A conversation as a prompt."""
         text, ids = self.need_tokenizer("chat").render_chat(messages, options, max_tokens=self.max_model_len)
         return Prompt(text, token_ids(ids))
-
-    def _check_ids(self, ids: Any) -> None:
-        vocab, highest = int(self.resolved["vocab_size"]), int(ids.max())
-        if highest >= vocab:
-            raise ValidationError("prompt_token_ids", f"token id {highest} is outside the vocabulary of {vocab}")
 
     def _check_length(self, length: int, params: SamplingParams, options: RequestOptions) -> None:
         room = 0 if options.pooling is not None or params.max_tokens == 0 else 1
@@ -223,7 +211,7 @@ class Service:
         if params.bad_words:
             words = self.need_tokenizer("bad_words").bad_word_ids(params.bad_words)
             params = replace(params, bad_words=None, bad_words_token_ids=(*(params.bad_words_token_ids or ()), *words))
-        params.check_model(int(self.resolved["vocab_size"]), self.resolved["eos_token_ids"])
+        params.check_model(self.vocab_size, self.resolved["eos_token_ids"])
         wire = params.to_wire()
         wire.pop("stop", None)
         return wire
@@ -233,17 +221,9 @@ def make_supervisor(config: EngineConfig) -> Supervisor:
     """A supervisor of one engine process, not started yet."""
     # What a custom op's module is imported by: the paths of this program.
     paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
+    engine = ChildSpec("engine 0", "wavecore.engine_core", config.to_json(), paths, MEMORY_ADVICE, SLOW_START_ADVICE)
     return Supervisor(
-        [
-            ChildSpec(
-                "engine 0",
-                "wavecore.engine_core",
-                config.to_json(),
-                env=paths,
-                memory_advice=MEMORY_ADVICE,
-                slow_start_advice=SLOW_START_ADVICE,
-            )
-        ],
+        [engine],
         runtime_dir=config.runtime_dir,
         address=config.address,
         limits=Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,13 +45,8 @@ def attention_map(client: EngineClient, prompt: list[int], layer: int, head: int
     return to_numpy(answer.frames[0]).astype(np.float32)
 
 
-def write_heat_map(path: str | Path, values: F32) -> None:
-    """Write `values` [rows, columns] to a file, the largest brightest, small matrices magnified."""
-    Path(path).write_bytes(png(heat_map(values)))
-
-
 def heat_map(values: F32) -> npt.NDArray[np.uint8]:
-    """RGB pixels uint8 [height, width, 3]."""
+    """RGB pixels uint8 [height, width, 3] of `values` [rows, columns]: the largest brightest, small ones magnified."""
     low, high = float(values.min()), float(values.max())
     scaled = (values - low) / ((high - low) or 1.0) * (len(COLOURS) - 1)
     mixed = np.stack([np.interp(scaled, np.arange(len(COLOURS)), channel) for channel in COLOURS.T], axis=-1)

@@ -10,22 +10,11 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Sequence
-from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 CONTEXT = 6  # tokens of context that decide how the next one is rendered (spaces, byte fallback)
-
-
-class Detokenizer(Protocol):
-    """The text of one sequence."""
-
-    def feed(self, ids: Sequence[int]) -> str:
-        """Text that these ids complete, perhaps empty."""
-
-    def flush(self) -> str:
-        """The held-back rest, at the end."""
 
 
 class ByteTable(dict[int, str | bytes]):
@@ -127,6 +116,10 @@ class StreamDetokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+
+
+Detokenizer = ByteDetokenizer | StreamDetokenizer
+"""The text of one sequence: `feed` gives what some ids complete, perhaps nothing, and `flush` the held-back rest."""
 
 
 def token_bytes(name: str) -> bytes:

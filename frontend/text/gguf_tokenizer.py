@@ -19,6 +19,7 @@ _LLAMA3 = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_PATTERNS = {"llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2}
 
 
 def tokenizer_from_gguf(path: str, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -76,23 +77,12 @@ def _split(path: str, name: str) -> pre_tokenizers.PreTokenizer:
         return plain
     if name in ("smollm", "starcoder", "refact", "command-r"):
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    patterns = {
-        "llama3": _LLAMA3,
-        "llama-v3": _LLAMA3,
-        "llama-bpe": _LLAMA3,
-        "qwen2": _QWEN2,
-        "deepseek-r1-qwen": _QWEN2,
-    }
-    if name not in patterns:
+    if name not in _PATTERNS:
         raise NotSupportedError(
             f"{path}: pre-tokenizer {name!r}; give the original tokenizer with tokenizer=FOLDER (--tokenizer FOLDER)"
         )
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(patterns[name]), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(_PATTERNS[name]), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(path: str, tokens: list[str], types: list[int], metadata: Mapping[str, Any]) -> Tokenizer:

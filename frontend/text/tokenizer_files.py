@@ -107,13 +107,9 @@ def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    named = {}
-    for name in NAMED_TOKENS:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(text, str):
-            named[name] = text
-    return named
+    values = {name: config.get(name) for name in NAMED_TOKENS}
+    texts = {name: value.get("content") if isinstance(value, Mapping) else value for name, value in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -144,7 +144,7 @@ async def test_timeout_ends_with_what_there_is(llm: AsyncLLM) -> None:
 
 async def test_clients_attach_and_leave(llm: AsyncLLM) -> None:
     for _ in range(3):
-        async with connect(llm.runtime_dir, asynchronous=True) as other:
+        async with AsyncLLM.connect(llm.runtime_dir) as other:
             assert await text_of(other, [HELLO]) == "Hello world"
     with connect(llm.runtime_dir) as sync:
         assert sync.generate([HELLO], GREEDY, use_tqdm=False)[0].outputs[0].text == "Hello world"

@@ -160,7 +160,7 @@ def test_submitted_while_the_engine_is_restarted(world: World) -> None:
     after = world.submit([4], timeout=100.0)
     assert world.client.num_live == 2
     for flight in world.client._requests._flights.values():
-        flight.started -= 60.0
+        flight.mailbox.started -= 60.0
     world.pump.new_life(0)
     first, second = (add for _, add in world.pump.adds()[1:])
     assert [world.prompt_of(first), world.prompt_of(second)] == [[3], [4]]
@@ -243,7 +243,7 @@ def test_what_is_sent_again_has_the_rest_of_its_time(world: World) -> None:
     assert first.options["timeout"] == pytest.approx(100.0, abs=1.0)
     world.pump.step(0, [(first.handle, [5], 0)])
     for flight in world.client._requests._flights.values():
-        flight.started -= 60.0
+        flight.mailbox.started -= 60.0
     world.kill(0)
     world.pump.new_life(0)
     resumed, again = (add for _, add in world.pump.adds()[2:])

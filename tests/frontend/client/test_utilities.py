@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from wavecore.frontend.client.utilities import heat_map, write_heat_map
+from wavecore.frontend.client.utilities import heat_map, png
 
 
 def read_png(data: bytes) -> np.ndarray:
@@ -28,10 +27,9 @@ def read_png(data: bytes) -> np.ndarray:
     return lines[:, 1:].reshape(height, width, 3)
 
 
-def test_file_holds_the_pixels(tmp_path: Path) -> None:
+def test_a_png_holds_the_pixels() -> None:
     values = np.tril(np.random.default_rng(0).random((7, 7))).astype(np.float32)
-    write_heat_map(tmp_path / "x.png", values)
-    pixels = read_png((tmp_path / "x.png").read_bytes())
+    pixels = read_png(png(heat_map(values)))
     assert np.array_equal(pixels, heat_map(values))
     assert pixels.shape[0] >= 512
     assert tuple(pixels[0, -1]) == (68, 1, 84)  # zero is darkest

@@ -128,8 +128,7 @@ class AsyncLLM(BaseLLM):
 
     async def abort(self, request_id: str) -> None:
         """End a request by its id; its stream ends with finish_reason "abort". Unknown ids are no error."""
-        mailbox = self._by_id.get(request_id)
-        if mailbox is not None:
+        if mailbox := self._by_id.get(request_id):
             self._service.client.abort(mailbox)
 
     # --- facts and control ---------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -18,14 +18,17 @@ from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS, OutputKind
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.offline import run_batch
 from wavecore.frontend.client.request import EngineRequest
-from wavecore.frontend.client.utilities import attention_map, call_all, heat_map, memory_table, png
+from wavecore.frontend.client.utilities import call_all, heat_map, memory_table, png
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
+from wavecore.frontend.progress_bars import UseTqdm
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt, as_prompts
 from wavecore.frontend.text.messages import ChatOptions
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import NotSupportedError, ValidationError
+from wavecore.transport.wire.tensors import to_numpy
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+Priority = int | Sequence[int] | None
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -55,10 +58,10 @@ class LLM(BaseLLM):
         prompts: PromptType | Sequence[PromptType] | None = None,
         sampling_params: Params = None,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: UseTqdm = True,
         lora_request: None = None,
         prompt_token_ids: None = None,
-        priority: int | Sequence[int] | None = None,
+        priority: Priority = None,
         timeout: float | None = None,
         queue_timeout: float | None = None,
         first_token_timeout: float | None = None,
@@ -92,7 +95,7 @@ class LLM(BaseLLM):
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: Params = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: UseTqdm = True,
         lora_request: None = None,
         *,
         chat_template: str | None = None,
@@ -100,7 +103,7 @@ class LLM(BaseLLM):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: int | Sequence[int] | None = None,
+        priority: Priority = None,
         timeout: float | None = None,
         queue_timeout: float | None = None,
         first_token_timeout: float | None = None,
@@ -144,7 +147,7 @@ class LLM(BaseLLM):
         self,
         prompts: PromptType | Sequence[PromptType],
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: UseTqdm = True,
         pooling: Literal["mean", "last"] = "mean",
         timeout: float | None = None,
     ) -> list[EmbeddingRequestOutput]:
@@ -195,7 +198,9 @@ class LLM(BaseLLM):
             float32 [n, n] of probabilities; row i sums to 1 over columns 0..i.
         """
         request = self._service.prepare(as_prompt(prompt), SamplingParams(max_tokens=1))
-        weights = attention_map(self._service.client, request.prompt.tolist(), layer, head)
+        args = {"prompt": request.prompt.tolist(), "layer": layer, "head": head}
+        answer = self._service.client.call("attention_map", args).result()
+        weights = to_numpy(answer.frames[0]).astype(np.float32)
         Path(path).write_bytes(png(heat_map(weights)))
         return weights
 
@@ -222,8 +227,8 @@ class LLM(BaseLLM):
         self,
         prompts: list[Prompt],
         sampling_params: Params,
-        use_tqdm: bool | Callable[..., Any],
-        priority: int | Sequence[int] | None,
+        use_tqdm: UseTqdm,
+        priority: Priority,
         resume: bool,
         options: RequestOptions,
     ) -> list[RequestOutput]:

@@ -24,6 +24,9 @@ PHASES = {
     "bind": ("binding", 97, 100),
 }
 
+UseTqdm = bool | Callable[..., Any]
+"""Whether a batch shows its progress; a function makes the bar, as `tqdm` does."""
+
 
 class _Bar(tqdm):  # type: ignore[type-arg]
     monitor_interval = 0  # tqdm's watch over slow bars is a thread that stays for ever
@@ -52,7 +55,7 @@ class StartBar(_Bar):
 class BatchBar:
     """Finished requests, with tokens a second in both directions."""
 
-    def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
+    def __init__(self, total: int, use_tqdm: UseTqdm) -> None:
         make = use_tqdm if callable(use_tqdm) else partial(_Bar, disable=not use_tqdm or _hidden())
         self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
         self._input = self._output = 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wavecore.frontend.cli.generate import add_input, chat_prompt, open_llm, sampling, stream_answer, system_message
-from wavecore.frontend.cli.parser import CommandParser, add_sampling, model_as_flag
+from wavecore.frontend.cli.parser import CommandParser, add_sampling
 from wavecore.frontend.llm import LLM
 from wavecore.transport.errors import EngineDead, NotSupportedError, WavecoreError
 
@@ -16,10 +16,10 @@ HELP = "/reset forgets the conversation, /quit or Ctrl-D ends; Ctrl-C ends an an
 
 
 def run(args: Sequence[str]) -> int:
-    parser = CommandParser("chat", "[MODEL]", f"Talks to the model. {HELP}")
+    parser = CommandParser("chat", "[MODEL]", f"Talks to the model. {HELP}", words=["model"])
     add_input(parser)
     add_sampling(parser, max_tokens=1024)
-    values = parser.parse(model_as_flag(args))
+    values = parser.parse(args)
     sampling(values)  # a bad value is told before an engine is started
     with open_llm(values) as llm:
         if llm.get_tokenizer().chat_template is None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from wavecore.frontend.cli.parser import CommandParser, model_as_flag, settings
+from wavecore.frontend.cli.parser import CommandParser, settings
 from wavecore.frontend.client.service import make_supervisor
 from wavecore.frontend.progress_bars import StartBar
 
 
 def run(args: Sequence[str]) -> int:
-    parser = CommandParser(
-        "engine", "[MODEL]", "Runs an engine. SIGTERM or Ctrl-C drains it; a second one ends it at once."
-    )
-    config = settings(parser.parse(model_as_flag(args)))
+    about = "Runs an engine. SIGTERM or Ctrl-C drains it; a second one ends it at once."
+    config = settings(CommandParser("engine", "[MODEL]", about, words=["model"]).parse(args))
     with StartBar(config.disable_tqdm) as bar:
         return make_supervisor(config).serve(bar, on_ready=lambda folder: _tell(bar, folder))
 

@@ -12,12 +12,12 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.cli.parser import CommandParser, add_sampling, settings
 from wavecore.frontend.llm import LLM, connect
 from wavecore.frontend.prompts import PromptType, TokensPrompt
-from wavecore.frontend.text.messages import ChatOptions
 from wavecore.transport.errors import ValidationError
 
 
 def run(args: Sequence[str]) -> int:
-    parser = CommandParser("generate", "PROMPT", "Answers one prompt; - reads standard input.", words=["prompt"])
+    parser = CommandParser("generate", "PROMPT", "Answers one prompt.", words=["prompt"])
+    parser.option("prompt", str, "", "the prompt, with or without this flag; - reads standard input")
     add_input(parser)
     parser.option("raw", bool, False, "continue the prompt as it is, without the chat template")
     add_sampling(parser, max_tokens=256)
@@ -57,7 +57,7 @@ def system_message(values: Namespace) -> list[dict[str, Any]]:
 
 
 def chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> TokensPrompt:
-    return {"prompt_token_ids": llm.get_tokenizer().render_chat(messages, ChatOptions())[1]}
+    return {"prompt_token_ids": llm.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True)}
 
 
 def stream_answer(llm: LLM, prompt: PromptType, params: SamplingParams) -> str:

@@ -10,7 +10,6 @@ from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -43,7 +42,7 @@ class CommandParser:
         name: of the command.
         usage: its own arguments in one line.
         about: one sentence.
-        words: destinations of arguments that are no flags, in order.
+        words: options and settings that may be given without their flag, in this order.
     """
 
     def __init__(self, name: str, usage: str, about: str, words: Sequence[str] = ()) -> None:
@@ -70,6 +69,7 @@ class CommandParser:
         flags, words = self._split(args)
         if len(words) > len(self._words):
             raise ConfigError(f"{words[len(self._words)]!r:.80} is one argument too many; see --help")
+        flags = {**dict(zip(self._words, words, strict=False)), **flags}
         own = {name: default for name, (_, default, _) in self._options.items()}
         own |= {name: self._read(name, text) for name, text in flags.items() if name in own}
         flagged = {n: compat.checked(n, compat.typed(n, t), _flag(n)) for n, t in flags.items() if n not in own}
@@ -83,7 +83,7 @@ class CommandParser:
         if own["print_config"]:
             print(yaml.safe_dump(merged, sort_keys=False), end="")
             sys.exit(0)
-        return Namespace(**merged, **own, **dict(zip_longest(self._words, words, fillvalue="")))
+        return Namespace(**merged, **own)
 
     def _split(self, args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         """The text of each option and setting, by its name, and the words between them.
@@ -192,13 +192,6 @@ def setting_help() -> dict[str, str]:
     for names, text in re.findall(r"^ {8}(\w[\w, ]*): (.+(?:\n {12}.+)*)", EngineConfig.__doc__ or "", re.MULTILINE):
         found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
     return found
-
-
-def model_as_flag(args: Sequence[str]) -> list[str]:
-    """`MODEL --SETTING ...` with the model as a setting, too."""
-    if args and not args[0].startswith("-"):
-        return [f"--model={args[0]}", *args[1:]]
-    return list(args)
 
 
 def settings(values: Namespace) -> EngineConfig:

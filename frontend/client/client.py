@@ -103,8 +103,7 @@ class EngineClient:
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
-        with self._lock:
-            return len(self._requests)
+        return len(self._requests)
 
     # --- utility calls -------------------------------------------------------------------------------------------
 

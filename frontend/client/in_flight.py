@@ -148,11 +148,10 @@ class InFlight:
 
     def lose(self, engine: RemoteEngine, error: EngineDead, everything: bool) -> None:
         """Send again or fail what was sent over an earlier connection, or over any."""
-        lost = [
-            f for f in self._flights.values() if f.engine is engine and (everything or f.client_id != engine.client_id)
-        ]
         failed: dict[Flight, WavecoreError] = {}
-        for flight in lost:
+        for flight in self._flights.values():
+            if flight.engine is not engine or (flight.client_id == engine.client_id and not everything):
+                continue
             self._detach(flight)
             flight.sent_again += 1
             flight.lost_by = error

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.outputs import RequestOutput
-from wavecore.frontend.progress_bars import BatchBar
+from wavecore.frontend.progress_bars import BatchBar, UseTqdm
 from wavecore.transport.errors import EngineDead, Overloaded
 
 PAUSE_SECONDS = 0.1  # before an overloaded engine is asked again
@@ -20,9 +18,7 @@ REFUSED_SECONDS = 60.0  # an engine that takes nothing of ours for so long will 
 POLL_SECONDS = 0.05
 
 
-def run_batch(
-    service: Service, requests: list[EngineRequest], use_tqdm: bool | Callable[..., Any]
-) -> list[RequestOutput]:
+def run_batch(service: Service, requests: list[EngineRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
     """Send all, never more at a time than the engine's queue takes, and wait for all.
 
     Returns:
@@ -72,8 +68,7 @@ class _Batch:
     def receive(self) -> RequestOutput | None:
         """The next finished request; None where there is none yet, or it is to be sent again."""
         mailbox = self._notifier.wait(POLL_SECONDS if self._waiting else None)
-        output = mailbox.take() if mailbox is not None else None
-        if mailbox is None or output is None:
+        if mailbox is None or (output := mailbox.take()) is None:
             return None
         index = self.running.pop(mailbox)
         if isinstance(output.error, EngineDead):

@@ -26,10 +26,10 @@ class Timer:
         self._changed.set()
 
     def close(self) -> None:
+        """End the thread; not to be called in it."""
         self._closed = True
         self._changed.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._closed:

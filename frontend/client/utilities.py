@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from wavecore.frontend.client.client import EngineClient
-from wavecore.transport.wire.tensors import to_numpy
 
 F32 = npt.NDArray[np.float32]
 LEAST_PIXELS = 512
@@ -37,12 +36,6 @@ def memory_table(index: int, stats: Mapping[str, Any]) -> str:
         size = f"{value / 2**20:12.1f} MiB" if name.endswith("bytes") and isinstance(value, int) else f"{value!s:>16}"
         lines.append(f"  {name.removesuffix('_bytes').replace('_', ' '):<28}{size}")
     return "\n".join(lines)
-
-
-def attention_map(client: EngineClient, prompt: list[int], layer: int, head: int) -> F32:
-    """float32 [n, n]; see `LLM.visualize_attention`."""
-    answer = client.call("attention_map", {"prompt": prompt, "layer": layer, "head": head}).result()
-    return to_numpy(answer.frames[0]).astype(np.float32)
 
 
 def heat_map(values: F32) -> npt.NDArray[np.uint8]:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from wavecore.transport.errors import ModelError, NotSupportedError
 
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -30,13 +30,12 @@ def tokenizer_from_gguf(path: str, metadata: Mapping[str, Any]) -> Tokenizer:
         NotSupportedError: another kind of tokenizer; the way out is `tokenizer=` with a folder.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str) for t in tokens):
         raise ModelError(
             f"{path} has no tokenizer; give tokenizer=FOLDER (--tokenizer FOLDER) or skip_tokenizer_init=True"
         )
-    if types is None:
-        types = [1] * len(tokens)
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
         raise ModelError(f"{path}: tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens; download it again")
     if kind == "gpt2":

@@ -158,8 +158,18 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
             make()
 
 
+def test_words_are_options_or_settings() -> None:
+    parser = CommandParser("engine", "", "", words=["model"])
+    for args in (["folder"], ["--max-num-seqs", "3", "folder"], ["--model", "folder"]):
+        assert settings(parser.parse(args)).model == "folder"
+    assert settings(parser.parse([])).model == "default"
+    with pytest.raises(ConfigError, match="'b' is one argument too many"):
+        parser.parse(["a", "b"])
+
+
 def test_the_prompt_and_a_commands_own_options() -> None:
     parser = CommandParser("generate", "", "", words=["prompt"])
+    parser.option("prompt", str, "", "")
     add_sampling(parser, max_tokens=5)
     parser.option("raw", bool, False, "")
     values = parser.parse(["--raw", "a prompt", "--stop", '["x"]', "--top-k", "-1", "--max-num-seqs", "3"])
@@ -208,6 +218,7 @@ def test_flags_of_vllm_that_ask_for_nothing() -> None:
     plain = ["--enforce-eager", "--no-trust-remote-code", "--quantization", "gguf", "--pipeline-parallel-size=1"]
     assert parse(*plain, "--tokenizer-mode", "auto", "--max-num-seqs", "3") == EngineConfig(max_num_seqs=3)
     parser = CommandParser("generate", "", "", words=["prompt"])
+    parser.option("prompt", str, "", "")
     assert parser.parse(["--enforce-eager", "a prompt"]).prompt == "a prompt"
 
 

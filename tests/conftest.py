@@ -1,21 +1,30 @@
-"""Shared by all tests: hardware markers, a clean environment, and nothing left behind."""
+"""Shared by all tests: hardware markers, a clean environment, equal random numbers, and checks of what stays behind."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+TESTS = Path(__file__).parent
 
 if not Path("/dev/nvidiactl").exists():
     # Triton's interpreter stands in for a GPU (tests/kernels). It is chosen when triton is first imported, which any
     # test module may cause.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# One thread computes, here and in every engine of a test: the models are tiny, and threads that spin for each other on
+# cores that others use take several times as long. Libraries read this when they are loaded.
+for _library in ("OMP", "OPENBLAS"):
+    os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 
 # Started in the background (nohup, a script's &) a process ignores these, and so would all that tests start from it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,10 +36,10 @@ settings.load_profile("loaded machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests/gpu and tests/multi_gpu by their folder, and skip them where the hardware is missing."""
+    """Mark what lies in tests/gpu and tests/multi_gpu, and skip it where the hardware is missing."""
     gpus = None
     for item in items:
-        folder = item.path.parent.name
+        folder = item.path.relative_to(TESTS).parts[0]
         if folder not in ("gpu", "multi_gpu"):
             continue
         if gpus is None:
@@ -48,15 +57,28 @@ def _count_gpus() -> int:
     return int(out.stdout or 0)
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector, which hundreds of tests call, looks at the rest alone."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test depends on the caller's settings, reaches a model hub, or oversubscribes the cores."""
+    """No test depends on the caller's settings or reaches a model hub."""
     for name in [n for n in os.environ if n.startswith("WAVECORE_") and n != "WAVECORE_CACHE"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    source = str(Path(__file__).parent.parent / "src")
+    source = str(TESTS.parent / "src")
     path = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{source}{os.pathsep}{path}" if path else source)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Every test sees the same random numbers, alone and behind others."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(20)
 
 
 @pytest.fixture
@@ -74,3 +96,50 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.checkpoints import make_config, save_model
 
     return save_model(tmp_path_factory.mktemp("tiny") / "model", make_config("Llama"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_folder() -> Iterator[Path]:
+    """Runtime directories are made here, so that nobody else's are seen or swept."""
+    # short, because ipc paths are limited
+    with (
+        tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def _zero_copy_thread() -> None:
+    """pyzmq's thread that frees zero-copy messages starts with the first large one and stays: not a leak of ours."""
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
+        pull.bind("inproc://once")
+        push.connect("inproc://once")
+        push.send(bytes(1 << 20), copy=False)
+        pull.recv()
+
+
+@pytest.fixture
+def nothing_left(
+    runtime_folder: Path, _zero_copy_thread: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """See `leaks.nothing_left`. Engines that several tests share are older than a test, so they may stay."""
+    import tqdm
+    from tests.support import leaks
+
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+    with leaks.nothing_left(runtime_folder):
+        yield
+        caplog.clear()  # logged exceptions hold frames
+
+
+@pytest.fixture
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Supervisors look after their engines ten times a second, and start a dead one again after 0.1 s instead of 1, 2,
+    4 ... s; the delays have tests of their own."""
+    for module in ("stall", "supervisor"):
+        monkeypatch.setattr(f"wavecore.transport.processes.{module}.TICK_SECONDS", 0.1)
+    monkeypatch.setattr("wavecore.transport.processes.engine_process.MAX_DELAY", 0.1)

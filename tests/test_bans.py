@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from documents import ALIASES, ROOT, package_files
 
-ROOT = Path(__file__).parent.parent
-FOLDERS = ("transport", "kernels", "parallel", "engine_core", "frontend", "scripts", "src/wavecore")
-FILES = sorted(
-    path
-    for folder in FOLDERS
-    for path in (ROOT / folder).rglob("*.py")
-    if not any(parent.is_symlink() for parent in path.parents)
-)
+FILES = [*package_files(), *sorted((ROOT / "scripts").rglob("*.py")), *sorted((ROOT / "docs").rglob("*.py"))]
 
 # Modules that turn bytes into objects by running what the bytes say; multiprocessing's queues and pipes pickle.
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "multiprocessing"}
@@ -71,6 +66,15 @@ def offences(source: str, allows_zmq: bool) -> Iterator[str]:
 def test_no_banned_name(path: Path) -> None:
     inside_transport = path.is_relative_to(ROOT / "transport")
     assert not list(offences(path.read_text(), allows_zmq=inside_transport))
+
+
+def test_no_file_is_overlooked() -> None:
+    """Every module that can be imported, found as Python does: through the links of the import package."""
+    walk = os.walk(ROOT / ALIASES, followlinks=True)
+    found = {Path(folder, name).resolve() for folder, _, names in walk for name in names if name.endswith(".py")}
+    assert found == {path.resolve() for path in package_files()}
+    assert len(found) > 100 and found < {path.resolve() for path in FILES}
+    assert {ROOT / ALIASES / "__init__.py", ROOT / "scripts" / "soak.py"} <= set(FILES)
 
 
 def test_sockets_are_made_in_one_place() -> None:

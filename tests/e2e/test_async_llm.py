@@ -11,19 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from tests.support.scripted_model import ids_of, write_model
+from tests.e2e.conftest import HELLO
 
 from wavecore import AsyncLLM, OutputKind, RequestTimeout, SamplingParams, ValidationError, connect
 
-HELLO = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def llm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncLLM]:
-    files = write_model(tmp_path_factory.mktemp("model"), {HELLO: ids_of("Hello world")}, step_seconds=0.002)
-    llm = await AsyncLLM.start(**files, max_num_seqs=16)
+async def llm(hello_model: dict[str, str]) -> AsyncIterator[AsyncLLM]:
+    llm = await AsyncLLM.start(**hello_model, max_num_seqs=16)
     yield llm
     await asyncio.to_thread(llm.shutdown)
 

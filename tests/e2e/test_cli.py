@@ -71,7 +71,7 @@ def test_chat_goes_on_after_a_conversation_that_is_too_long(flags: list[str]) ->
 
 def test_chat_goes_on_after_the_death_of_its_engine(tmp_path: Path) -> None:
     answer = [*ids_of("Paris, of course."), EOS]
-    files = write_model(tmp_path, {GENERATION: answer}, step_seconds=0.1)
+    files = write_model(tmp_path, {GENERATION: answer}, step_seconds=0.05)
     command = [*COMMAND, "chat", "--model", files["model"], "--tokenizer", files["tokenizer"]]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as chat:

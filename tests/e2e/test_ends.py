@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.support.scripted_model import write_model
+from tests.support.waiting import until
 
 from wavecore import LLM, AsyncLLM, EngineDead, Overloaded, SamplingParams, ValidationError, connect
 from wavecore.transport.processes.deployment import read
@@ -50,21 +51,6 @@ async def test_killed_engine_ends_every_stream(files: dict[str, str]) -> None:
         ended = await asyncio.wait_for(asyncio.gather(*tasks), 30)
         assert max(ended) - killed < DETECTION_SECONDS
         assert llm.num_unfinished == 0
-
-
-def test_killed_engine_ends_a_batch_and_the_restarted_one_serves(files: dict[str, str]) -> None:
-    with LLM(**files, max_num_seqs=4) as llm:
-        timer = threading.Timer(0.3, kill_engine, [llm.runtime_dir])
-        timer.start()
-        with pytest.raises(EngineDead, match="signal 9"):
-            llm.generate([[5, i + 1] for i in range(20)], LONG, use_tqdm=False)
-        timer.join()
-        assert llm._service.client.num_live == 0
-        deadline = time.monotonic() + 30
-        while not llm._service.client.engines:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert llm.generate([5, 6], SHORT, use_tqdm=False)[0].finished
 
 
 def test_ctrl_c_leaves_nothing_and_the_next_call_works(files: dict[str, str]) -> None:
@@ -106,9 +92,7 @@ def test_batch_gives_up_on_an_engine_that_takes_nothing(files: dict[str, str], m
         next(running)
         waiting = threading.Thread(target=lambda: list(llm.stream([9, 8], SHORT)))
         waiting.start()
-        deadline = time.monotonic() + 30
-        while len(llm.debug_requests()) < 2:
-            assert time.monotonic() < deadline
+        until(lambda: len(llm.debug_requests()) == 2, "two requests in the engine")
         with pytest.raises(Overloaded):
             llm.generate([5, 6], SHORT, use_tqdm=False)
         running.close()
@@ -161,10 +145,7 @@ def test_dropped_object_ends_its_engine(files: dict[str, str]) -> None:
     pid, runtime_dir = read(llm.runtime_dir).engines[0].pid, llm.runtime_dir
     del llm
     gc.collect()
-    deadline = time.monotonic() + 30
-    while runtime_dir.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not runtime_dir.exists(), "the end of its engine")
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -182,10 +163,7 @@ def test_object_that_dies_in_the_io_thread(files: dict[str, str]) -> None:
         with llm._service.client._lock, service.client._lock:
             del other
             gc.collect()
-        deadline = time.monotonic() + 30
-        while not service.client._closed:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: service.client._closed, "the end of its client")
         assert llm.generate([5, 6], SHORT, use_tqdm=False)[0].finished
 
 

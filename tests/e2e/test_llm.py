@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.e2e.conftest import HELLO
 from tests.support.scripted_model import ids_of, write_model
 
 from wavecore import (
@@ -23,18 +24,12 @@ from wavecore import (
     connect,
 )
 
-HELLO = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return write_model(tmp_path_factory.mktemp("model"), {HELLO: ids_of("Hello world")})
-
-
-@pytest.fixture(scope="module")
-def llm(files: dict[str, str]) -> Iterator[LLM]:
-    with LLM(**files, max_num_seqs=8, max_num_queued_reqs=16) as llm:
+def llm(hello_model: dict[str, str]) -> Iterator[LLM]:
+    with LLM(**hello_model, max_num_seqs=8, max_num_queued_reqs=16) as llm:
         yield llm
 
 
@@ -172,8 +167,8 @@ def test_embed(llm: LLM) -> None:
         llm.embed([5], pooling="max")
 
 
-def test_without_tokenizer(files: dict[str, str]) -> None:
-    with LLM(files["model"], skip_tokenizer_init=True) as llm:
+def test_without_tokenizer(hello_model: dict[str, str]) -> None:
+    with LLM(hello_model["model"], skip_tokenizer_init=True) as llm:
         [output] = llm.generate({"prompt_token_ids": [HELLO]}, GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids[:-1] == ids_of("Hello world")
         assert output.outputs[0].text == ""
@@ -183,8 +178,8 @@ def test_without_tokenizer(files: dict[str, str]) -> None:
             llm.generate([HELLO], SamplingParams(stop="x"))
 
 
-def test_shutdown_is_final(files: dict[str, str]) -> None:
-    llm = LLM(**files)
+def test_shutdown_is_final(hello_model: dict[str, str]) -> None:
+    llm = LLM(**hello_model)
     runtime_dir = llm.runtime_dir
     llm.shutdown()
     llm.shutdown()
@@ -193,12 +188,12 @@ def test_shutdown_is_final(files: dict[str, str]) -> None:
         llm.generate([HELLO], use_tqdm=False)
 
 
-def test_plain_script_without_main_guard(files: dict[str, str], tmp_path: Path) -> None:
+def test_plain_script_without_main_guard(hello_model: dict[str, str], tmp_path: Path) -> None:
     """Also: the script just ends, without shutdown."""
     script = tmp_path / "script.py"
     script.write_text(
         "from wavecore import LLM, SamplingParams\n"
-        f"llm = LLM(**{files!r})\n"
+        f"llm = LLM(**{hello_model!r})\n"
         f"print(llm.generate([[{HELLO}]], SamplingParams(temperature=0), use_tqdm=False)[0].outputs[0].text)\n"
         "print(llm.runtime_dir)\n"
     )
@@ -227,10 +222,10 @@ def test_plain_script_without_main_guard(files: dict[str, str], tmp_path: Path) 
     ],
 )
 def test_settings_are_refused_before_an_engine_starts(
-    files: dict[str, str], settings: dict[str, Any], error: type[Exception], text: str
+    hello_model: dict[str, str], settings: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        LLM(**{**files, **settings})
+        LLM(**{**hello_model, **settings})
 
 
 def test_names_of_vllm(llm: LLM) -> None:

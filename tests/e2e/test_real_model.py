@@ -32,7 +32,7 @@ def wrong(gate_up):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama_with_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     save_model(folder, make_config("Llama", vocab_size=512))
     write_folder(folder)
@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(folder, max_num_seqs=8, max_model_len=128, kv_cache_memory_gib=0.01) as llm:
+def llm(llama_with_text: Path) -> Iterator[LLM]:
+    with LLM(llama_with_text, max_num_seqs=8, max_model_len=128, kv_cache_memory_gib=0.01) as llm:
         yield llm
 
 
@@ -53,31 +53,31 @@ def test_text_and_chat(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_embeddings_are_the_hidden_states(llm: LLM, folder: Path, pooling: str) -> None:
+def test_embeddings_are_the_hidden_states(llm: LLM, llama_with_text: Path, pooling: str) -> None:
     ids = [5, 6, 7, 8, 9]
     got = llm.embed(ids, pooling=pooling, use_tqdm=False)[0].outputs.embedding
-    model = load_reference(folder)
+    model = load_reference(llama_with_text)
     with torch.inference_mode():
         hidden = model.model(torch.tensor([ids])).last_hidden_state[0]
     want = hidden.mean(0) if pooling == "mean" else hidden[-1]
     assert np.allclose(got, torch.nn.functional.normalize(want, dim=0).numpy(), atol=1e-4)
 
 
-def test_prompt_embeds_stand_in_for_tokens(llm: LLM, folder: Path) -> None:
+def test_prompt_embeds_stand_in_for_tokens(llm: LLM, llama_with_text: Path) -> None:
     ids = [11, 12, 13, 14]
-    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    table = load_file(llama_with_text / "model.safetensors")["model.embed_tokens.weight"]
     by_ids = llm.generate(ids, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     for embeds in (table[ids], table[ids].numpy(), table[ids][None]):
         [output] = llm.generate({"prompt_embeds": embeds}, GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == by_ids
 
 
-def test_visualize_attention(llm: LLM, folder: Path, tmp_path: Path) -> None:
+def test_visualize_attention(llm: LLM, llama_with_text: Path, tmp_path: Path) -> None:
     ids = [5, 6, 7, 8, 9, 10]
     weights = llm.visualize_attention(ids, layer=1, head=0, path=tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     with torch.inference_mode():
-        want = load_reference(folder)(torch.tensor([ids]), output_attentions=True).attentions[1][0, 0]
+        want = load_reference(llama_with_text)(torch.tensor([ids]), output_attentions=True).attentions[1][0, 0]
     assert np.allclose(weights, want.numpy(), atol=1e-4)
     for layer, head in ((99, 0), (0, 99), (-1, 0)):
         with pytest.raises(ValidationError):
@@ -93,7 +93,7 @@ def test_memory_table(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("own_ops")
 def test_own_kernel_is_checked_and_used_in_the_engine(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama_with_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_kernels.py").write_text(KERNEL)
     monkeypatch.syspath_prepend(tmp_path)
@@ -109,7 +109,7 @@ def test_own_kernel_is_checked_and_used_in_the_engine(
             register_op("silu_mul", lambda x: x)
         register_op("silu_mul", my_kernels.silu_mul)
         (tmp_path / "used").unlink()
-        with LLM(folder, max_num_seqs=8, max_model_len=128, kv_cache_memory_gib=0.01) as llm:
+        with LLM(llama_with_text, max_num_seqs=8, max_model_len=128, kv_cache_memory_gib=0.01) as llm:
             llm.generate([5, 6], GREEDY, use_tqdm=False)
         assert (tmp_path / "used").exists()
     finally:

@@ -249,7 +249,7 @@ async def test_abort_and_submit_at_once(llm: LLM) -> None:
     """Ids are reused at once; a late abort never reaches the next request."""
     other = AsyncLLM.connect(llm.runtime_dir)
     try:
-        for _ in range(100):
+        for _ in range(50):
             stream = other.generate({"prompt_token_ids": [9, 9]}, greedy(ignore_eos=True, max_tokens=50), "X")
             await anext(stream)
             await stream.aclose()

@@ -7,26 +7,18 @@ order.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
-import re
-import struct
-import tempfile
 import threading
 import time
-import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import tqdm
-import zmq
+from tests.support.scripted_model import scripted_output
+from tests.support.waiting import until
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
@@ -34,33 +26,26 @@ from wavecore.frontend.llm import LLM
 from wavecore.transport.errors import WavecoreError
 from wavecore.transport.processes.deployment import Cause, EngineEntry
 from wavecore.transport.processes.process import ChildSpec
-from wavecore.transport.processes.runtime_dir import RuntimeDir
 from wavecore.transport.processes.supervisor import Limits, Supervisor
 
-LIMITS = Limits(ready=60, drain=5, step=60, idle=1.0, grace=5)
+LIMITS = Limits(ready=60, drain=5, step=60, idle=1.0, grace=5)  # idle: long enough for a machine under load
 SCRIPT: dict[str, Any] = {"vocab_size": 1000, "max_model_len": 4096, "num_blocks": 400, "eos_token_id": []}
 
-
-def until(check: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """Poll for what another process does; the deadline is for a machine under load."""
-    deadline = time.monotonic() + seconds
-    while not (value := check()):
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
-    return value
+# A program that serves until a signal ends it, with {script} and {drain} filled in.
+SERVE = """
+import sys
+from wavecore.frontend.client.service import make_supervisor
+from wavecore.frontend.compat import engine_config
+config = engine_config({{"model": "scripted:{script}", "max_num_seqs": 4, "shutdown_timeout": {drain}}})
+print("importing is done", flush=True)
+supervisor = make_supervisor(config)
+sys.exit(supervisor.serve(lambda *phase: print(*phase, flush=True), lambda path: print("ready", path, flush=True)))
+"""
 
 
 def right_answer(prompt: Sequence[int], count: int) -> list[int]:
-    """What the scripted model says when nothing goes wrong; see execution/scripted_runner.py."""
-    checksum = seen = 0
-    tokens: list[int] = []
-    for i in range(len(prompt) + count):
-        if i >= len(prompt):
-            tokens.append(seen % SCRIPT["vocab_size"])
-        token = prompt[i] if i < len(prompt) else tokens[-1]
-        checksum = zlib.crc32(struct.pack("<I", token), checksum)
-        seen = zlib.crc32(struct.pack("<I", checksum), seen)
-    return tokens
+    """What the model of `SCRIPT` says to a greedy request when nothing goes wrong."""
+    return scripted_output(prompt, vocab_size=SCRIPT["vocab_size"], max_tokens=count, temperature=0)[0]
 
 
 @dataclass
@@ -201,56 +186,5 @@ def deploy(tmp_path: Path) -> Deploy:
 
 
 @pytest.fixture(autouse=True)
-def short_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine is restarted after 0.1 s instead of 1, 2, 4 ...; the delays have tests of their own."""
-    monkeypatch.setattr("wavecore.transport.processes.engine_process.MAX_DELAY", 0.1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def zero_copy_thread() -> None:
-    """pyzmq's thread that frees zero-copy messages starts with the first large one and stays: not a leak of ours."""
-    with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
-        pull.bind("inproc://once")
-        push.connect("inproc://once")
-        push.send(bytes(1 << 20), copy=False)
-        pull.recv()
-
-
-@pytest.fixture
-def private_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Runtime directories are made here, so that nobody else's are seen or swept."""
-    # short, because ipc paths are limited
-    with tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        yield Path(folder)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(
-    private_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """No process, thread, descriptor, shared memory or folder more than before."""
-    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
-    gc.collect()
-    fds, threads = _open_fds(), set(threading.enumerate())
-    yield
-    caplog.clear()  # logged exceptions hold frames, and those all that a test made
-    gc.collect()
-    RuntimeDir(None).remove()  # what a killed supervisor left, the next start removes
-    assert not list(private_folder.iterdir())
-    assert not list(Path("/dev/shm").glob("*wavecore*"))
-    children = psutil.Process().children(recursive=True)
-    assert not children, children
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(10)
-        assert not thread.is_alive(), thread
-    more = _open_fds() - fds
-    assert more.total() <= 0, more
-
-
-def _open_fds() -> Counter[str]:
-    links: Counter[str] = Counter()
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            links[re.sub(r"\d+", "N", str(path.readlink()))] += 1
-    return links
+def _rules(nothing_left: None, quick_restarts: None) -> None:
+    """Each test leaves nothing behind, and no engine is waited for longer than it needs to start."""

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.faults.conftest import until
+from tests.support.waiting import until
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
@@ -68,7 +68,7 @@ def test_requests_during_a_restart(deploy: Any) -> None:
     It waits, at most as long as its own deadlines say, and is answered by the restarted engine. Where none will come
     back it fails with the cause. Meanwhile `check_health` raises.
     """
-    with deploy({"step_seconds": 0.02, "load_seconds": 0.5}) as deployed:
+    with deploy({"step_seconds": 0.02, "load_seconds": 0.3}) as deployed:
         os.kill(deployed.engine.pid, signal.SIGKILL)
         until(lambda: not deployed.llm._service.client.engines)
         with pytest.raises(EngineDead):
@@ -85,7 +85,7 @@ def test_resumed_request_goes_on(deploy: Any) -> None:
     """
     with deploy({"step_seconds": 0.01}) as deployed:
         before = deployed.engine
-        streams = [deployed.stream(i, 150, resume=True) for i in range(4)]
+        streams = [deployed.stream(i, 80, resume=True) for i in range(4)]
         for stream in streams:
             assert stream.first.wait(30)
         os.kill(before.pid, signal.SIGKILL)
@@ -193,6 +193,7 @@ def test_offline_generate_names_the_cause(deploy: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(EngineDead, match="signal 9"):
             deployed.llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 8, params, use_tqdm=False)
+        assert deployed.llm._service.client.num_live == 0
         deployed.recovered(before.epoch)
         [output] = deployed.llm.generate(
             [{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=3), use_tqdm=False

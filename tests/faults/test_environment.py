@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import ROOT, package_files
+from tests.faults.conftest import SERVE
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
 from wavecore.transport.processes import deployment
 
-ROOT = Path(__file__).parents[2]
-SERVE = """
-import sys
-from wavecore.frontend.client.service import make_supervisor
-from wavecore.frontend.compat import engine_config
-sys.exit(make_supervisor(engine_config({"model": "scripted:"})).serve(on_ready=lambda p: print(p, flush=True)))
-"""
 CHATTY = """
 import os, sys
 if "wavecore.engine_core" in sys.orig_argv:
@@ -39,7 +34,7 @@ def test_log_that_breaks_or_blocks(how: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(CHATTY)
     read, write = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE],
+        [sys.executable, "-c", SERVE.format(script="", drain=30)],
         stdout=subprocess.PIPE,
         stderr=write,
         text=True,
@@ -49,7 +44,10 @@ def test_log_that_breaks_or_blocks(how: str, tmp_path: Path) -> None:
     if how == "closed":
         os.close(read)
     assert process.stdout is not None
-    with process.stdout, LLM.connect(process.stdout.readline().strip()) as llm:
+    with (
+        process.stdout as lines,
+        LLM.connect(next(line.split()[1] for line in lines if line.startswith("ready"))) as llm,
+    ):
         params = SamplingParams(max_tokens=3, ignore_eos=True)
         [output] = llm.generate([{"prompt_token_ids": [1, 2]}], params, use_tqdm=False)
         assert output.outputs[0].finish_reason == "length"
@@ -89,8 +87,7 @@ def test_clock_jumps(deploy: Any) -> None:
     shown_to_people = ("started=", "RequestMetrics(", "strftime(")
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for folder in ("transport", "engine_core", "frontend", "parallel")
-        for path in sorted((ROOT / folder).rglob("*.py"))
+        for path in package_files()
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(r"\btime\.time\(|datetime\.(utc)?now\(", line)
         and not any(word in line for word in shown_to_people)

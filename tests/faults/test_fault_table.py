@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import runpy
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from documents import ROOT
 
 
 def test_the_table_is_in_step() -> None:

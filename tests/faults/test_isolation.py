@@ -75,9 +75,12 @@ def test_out_of_memory_again_and_again(deploy: Any) -> None:
         assert deployed.engine.restarts == 0
 
 
-@pytest.mark.parametrize(
-    ("wire", "ids", "field"),
-    [
+def test_values_are_checked_in_the_engine_again(deploy: Any) -> None:
+    """A client sends a value out of bounds past its own checks.
+
+    The engine refuses the request by the field's name; nothing else is affected.
+    """
+    lies: list[tuple[dict[str, Any], list[int], str]] = [
         ({"temperature": -1.0}, [1], "temperature"),
         ({"n": 10**9}, [1], "n"),
         ({"max_tokens": -5}, [1], "max_tokens"),
@@ -87,21 +90,16 @@ def test_out_of_memory_again_and_again(deploy: Any) -> None:
         ({}, [-1], "prompt"),
         ({}, [], "prompt"),
         ({}, [1] * 5000, "prompt"),
-    ],
-)
-def test_values_are_checked_in_the_engine_again(deploy: Any, wire: dict[str, Any], ids: list[int], field: str) -> None:
-    """A client sends a value out of bounds past its own checks.
-
-    The engine refuses the request by the field's name; nothing else is affected.
-    """
+    ]
     with deploy() as deployed:
         service = deployed.llm._service
         honest = service.prepare(as_prompt({"prompt_token_ids": [1]}), SamplingParams(max_tokens=5, temperature=0))
-        lie = EngineRequest("lie", None, np.array(ids, np.int32), honest.params, {"max_tokens": 5, **wire})
-        error = _end_of(service, lie)
-        assert isinstance(error, ValidationError)
-        assert field in str(error)
-        deployed.check_serving()
+        for wire, ids, field in lies:
+            lie = EngineRequest("lie", None, np.array(ids, np.int32), honest.params, {"max_tokens": 5, **wire})
+            error = _end_of(service, lie)
+            assert isinstance(error, ValidationError), (wire, ids)
+            assert field in str(error)
+            deployed.check_serving()
 
 
 def test_failing_detokenizer(deploy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

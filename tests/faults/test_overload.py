@@ -7,7 +7,8 @@ import threading
 from typing import Any
 
 import numpy as np
-from tests.faults.conftest import until
+from tests.faults.conftest import right_answer
+from tests.support.waiting import until
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
@@ -52,6 +53,9 @@ def test_more_requests_than_the_queue_takes(deploy: Any) -> None:
         assert len(refused) + len(finished) == 1000
         assert 50 <= len(finished) < 500
         assert "max_num_queued_reqs 50" in str(refused[0].error)
+        assert not any(o.outputs[0].token_ids for o in refused)
+        for output in finished:
+            assert output.outputs[0].token_ids == right_answer(output.prompt_token_ids, 5)
         params = SamplingParams(max_tokens=2, temperature=0)
         outputs = deployed.llm.generate([{"prompt_token_ids": [1, 2]}] * 200, params, use_tqdm=False)
         assert [o.outputs[0].finish_reason for o in outputs] == ["length"] * 200
@@ -124,7 +128,7 @@ def test_large_prompt_does_not_stop_others(deploy: Any) -> None:
     length = 3_000_000
     script = {"max_model_len": length + 10, "num_blocks": 5000, "block_size": 1024, "step_seconds": 0.002}
     with deploy(script, max_num_seqs=4, max_num_batched_tokens=2048, enable_prefix_caching=False) as deployed:
-        stream = deployed.stream(1, 1500)
+        stream = deployed.stream(1, 800)
         assert stream.first.wait(30)
         service = deployed.llm._service
         prompt = np.tile(np.arange(1, 1000, dtype=np.int32), length // 999)

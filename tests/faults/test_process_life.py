@@ -14,7 +14,8 @@ from typing import IO, Any
 
 import psutil
 import pytest
-from tests.faults.conftest import until
+from tests.faults.conftest import SERVE
+from tests.support.waiting import until
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
@@ -23,16 +24,6 @@ from wavecore.transport.processes import deployment
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.runtime_dir import is_held
 from wavecore.transport.processes.supervisor import Supervisor
-
-SERVE = """
-import sys
-from wavecore.frontend.client.service import make_supervisor
-from wavecore.frontend.compat import engine_config
-config = engine_config({{"model": "scripted:{script}", "max_num_seqs": 4, "shutdown_timeout": {drain}}})
-print("importing is done", flush=True)
-supervisor = make_supervisor(config)
-sys.exit(supervisor.serve(lambda *phase: print(*phase, flush=True), lambda path: print("ready", path, flush=True)))
-"""
 
 EMBED = """
 import multiprocessing, sys, time

@@ -15,13 +15,15 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.transport.errors import EngineDead
 from wavecore.transport.processes.supervisor import Limits
 
+QUICK = Limits(ready=60, drain=5, step=60, idle=0.4, grace=5)
+
 
 def test_hanging_step(deploy: Any) -> None:
     """A step hangs: the engine has work and nothing moves for five seconds.
 
     The stacks of all its threads go into the log, it is ended and restarted; its streams get `EngineDead` that says so.
     """
-    with deploy({"faults": {"hang_at_step": 5}, "step_seconds": 0.01}) as deployed:
+    with deploy({"faults": {"hang_at_step": 5}, "step_seconds": 0.01}, limits=QUICK) as deployed:
         before = deployed.engine
         stream = deployed.stream(1, 100)
         assert stream.first.wait(30)
@@ -42,7 +44,7 @@ def test_stopped_engine(deploy: Any) -> None:
 
     After five seconds it counts as stuck: it is ended and restarted, and its streams say why.
     """
-    with deploy({"step_seconds": 0.02}) as deployed:
+    with deploy({"step_seconds": 0.02}, limits=QUICK) as deployed:
         before = deployed.engine
         stream = deployed.stream(1, 2000)
         assert stream.first.wait(30)
@@ -61,7 +63,7 @@ def test_briefly_stopped_engine(deploy: Any) -> None:
         stream = deployed.stream(1, 100)
         assert stream.first.wait(30)
         os.kill(deployed.engine.pid, signal.SIGSTOP)
-        seen, deadline = len(stream.tokens), time.monotonic() + 1.0
+        seen, deadline = len(stream.tokens), time.monotonic() + 0.5
         while time.monotonic() < deadline:  # what was on its way arrives, then nothing
             seen = len(stream.tokens)
         assert seen == len(stream.tokens) < 100
@@ -75,10 +77,10 @@ def test_long_prefill_is_not_stuck(deploy: Any) -> None:
 
     The engine is left alone, because it computes, and its heartbeat goes on, so clients know that it lives.
     """
-    idle, length = 0.5, 4_000_000
+    idle, length = QUICK.idle, 2_000_000
     script = {"max_model_len": length + 100, "num_blocks": 4000, "block_size": 1024}
     config = {"max_num_seqs": 1, "max_num_batched_tokens": length + 1, "enable_prefix_caching": False}
-    with deploy(script, limits=Limits(ready=60, idle=idle, step=60), **config) as deployed:
+    with deploy(script, limits=QUICK, **config) as deployed:
         prompt = tuple(range(1, 1000)) * (length // 999)
         started = time.monotonic()
         stream = deployed.stream(1, 2, prompt=prompt)
@@ -95,7 +97,7 @@ def test_slow_load_is_not_stuck(deploy: Any) -> None:
 
     Only `ready_timeout` limits a start; progress is shown meanwhile.
     """
-    with deploy({"load_seconds": 1.5}, limits=Limits(ready=60, idle=0.5)) as deployed:
+    with deploy({"load_seconds": 2 * QUICK.idle}, limits=QUICK) as deployed:
         assert deployed.engine.restarts == 0
         deployed.check_serving()
 
@@ -105,11 +107,11 @@ def test_idle_engine_is_not_stuck_and_uses_no_cpu(deploy: Any) -> None:
 
     The engine blocks on its input; it uses no CPU worth naming and is never taken for stuck.
     """
-    with deploy(limits=Limits(ready=60, idle=0.5)) as deployed:
+    with deploy(limits=QUICK) as deployed:
         deployed.check_serving()
         process = psutil.Process(deployed.engine.pid)
         before, start = sum(process.cpu_times()[:2]), time.monotonic()
-        while time.monotonic() < start + 2.0:
+        while time.monotonic() < start + 3 * QUICK.idle:
             assert deployed.engine.state == "ready"
             time.sleep(0.1)
         assert sum(process.cpu_times()[:2]) - before <= 0.02 * (time.monotonic() - start) + 0.02

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from tests.faults.conftest import until
+from tests.support.waiting import until
 
 from wavecore.transport.errors import MessageTooLarge
 from wavecore.transport.io.sockets import MAX_FRAME_BYTES, make_context

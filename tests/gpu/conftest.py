@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
-import torch
+from tests.gpu.allocator import give_back_memory
 
 
 @pytest.fixture(autouse=True)
 def _memory() -> Iterator[None]:
     yield
-    gc.collect()
-    torch.cuda.empty_cache()
+    give_back_memory()

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.gpu.scenarios import SCENARIOS, chunk_of, grow_allocator, sleep
-from tests.support.model_driver import Driver, load
+from tests.gpu.allocator import grow_allocator
+from tests.gpu.scenarios import SCENARIOS, chunk_of, sleep
+from tests.support.model_driver import ModelDriver, load
 
 from wavecore.engine_core.plan import PendingStep, StepPlan
 
@@ -32,7 +33,7 @@ def main(folder: Path, dtype: str) -> None:
 def late_launches(runner: Any, name: str) -> list[int]:
     """Steps of a scenario, by number, whose launch waited."""
     late: list[int] = []
-    launch, driver = runner.launch, Driver(runner)
+    launch, driver = runner.launch, ModelDriver(runner)
 
     def launching(plan: StepPlan) -> PendingStep:
         awake = sleep()

@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.gpu.allocator import grow_allocator
 from tests.gpu.steps import prompt
 from tests.support.checkpoints import VOCAB
-from tests.support.model_driver import GREEDY, Driver, Sequence_
+from tests.support.model_driver import GREEDY, DrivenSequence, ModelDriver
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.plan import PendingStep, StepPlan, StepResult
 
 HOLD = 1_000_000_000  # cycles: half a second, a launch takes a hundredth of one
 WHOLE = 1 << 30
-Scenario = Callable[[Driver], list[Sequence_]]
+Scenario = Callable[[ModelDriver], list[DrivenSequence]]
 
 
 def several(count: int, length: int = 12, **more: Any) -> Scenario:
@@ -32,22 +33,22 @@ def with_logprobs(count: int, most: int) -> Scenario:
     """So many requests at once, with prompts of different lengths, of which the first asks for `most` alternatives and
     each one after it for one less."""
 
-    def add(driver: Driver, i: int) -> Sequence_:
+    def add(driver: ModelDriver, i: int) -> DrivenSequence:
         return driver.add(prompt(i, 5 + i % 8), 3, i, replace(GREEDY, logprobs=most - i % (most + 1)))
 
     return lambda driver: [add(driver, i) for i in range(count)]
 
 
-def with_embeds(driver: Driver) -> list[Sequence_]:
+def with_embeds(driver: ModelDriver) -> list[DrivenSequence]:
     return [driver.add([0] * 30, 3, i, embeds=embeds(driver, i, 30)) for i in range(4)]
 
 
-def embeds(driver: Driver, i: int, length: int) -> Any:
+def embeds(driver: ModelDriver, i: int, length: int) -> Any:
     """float32 [length, hidden]."""
     return np.random.default_rng(i).normal(0, 0.3, (length, driver.runner.info.hidden_size)).astype(np.float32)
 
 
-def back_with_output(driver: Driver) -> list[Sequence_]:
+def back_with_output(driver: ModelDriver) -> list[DrivenSequence]:
     """Requests that were pushed out after 1, 15, 16, 17 and 60 tokens: penalties count what they said before."""
     params = SamplingParams(
         seed=0, max_tokens=1000, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5
@@ -94,7 +95,7 @@ def chunk_of(name: str) -> int:
     return 7 if name.endswith("in parts") else WHOLE
 
 
-def arrive(driver: Driver) -> None:
+def arrive(driver: ModelDriver) -> None:
     """Requests of every kind begin while others run; the slot of one that ended is taken again two steps later."""
     bound = {"seed": 0, "max_tokens": 1000}
     edited = SamplingParams(
@@ -120,7 +121,7 @@ def arrive(driver: Driver) -> None:
         ]
 
     waves = [wave(0, 2), wave(4, 8), wave(8, 8), lambda driver: [driver.add(prompt(50, 210), 8, 0, penalised)]]
-    running: list[Sequence_] = []
+    running: list[DrivenSequence] = []
     while waves or not all(sequence.done for sequence in running):
         if waves:
             running += waves.pop(0)(driver)
@@ -133,19 +134,6 @@ def sleep() -> torch.cuda.Event:
     torch.cuda._sleep(HOLD)
     awake.record()
     return awake
-
-
-def grow_allocator(runner: Any) -> None:
-    """Free blocks of both kinds, above 1 MiB and not, on every stream that allocates.
-
-    Where the allocator has none that fits it asks the driver, which may wait for the device; and each test leaves its
-    cache empty. Whether steady steps ask for memory is counted elsewhere.
-    """
-    for stream in (torch.cuda.current_stream(), runner.state.uploads.stream):
-        with torch.cuda.stream(stream):
-            blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (1 << 29, *[1 << 19] * 128)]
-        del blocks
-    torch.cuda.synchronize()
 
 
 def launch_ahead(runner: Any, steps: Iterable[tuple[StepPlan, StepResult]], *, asleep: bool) -> None:

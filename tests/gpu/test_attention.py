@@ -19,7 +19,7 @@ from tests.kernels.attention.attention_case import (
     inputs,
 )
 from tests.support.checkpoints import make_config, save_model
-from tests.support.model_driver import Driver
+from tests.support.model_driver import ModelDriver
 
 from wavecore.kernels import ops
 from wavecore.kernels.examples import make_batch, make_kv_cache, rope_table
@@ -28,11 +28,6 @@ from wavecore.kernels.reference import layers
 BLOCK_SIZE, LONG = 64, 32768
 EDGES = [0, 1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(30)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -108,7 +103,7 @@ def test_a_long_row_is_split_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_makes_one_map_for_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six layers, of which every other one has a window: a map for either kind."""
     changes = {"num_hidden_layers": 6, "sliding_window": 12, "query_pre_attn_scalar": 48, "tie_word_embeddings": True}
-    driver = Driver(make(save_model(tmp_path, make_config("Gemma2", **changes), scale=0.08)))
+    driver = ModelDriver(make(save_model(tmp_path, make_config("Gemma2", **changes), scale=0.08)))
     rows = [driver.add(prompt(i, 30 + i), 5, i) for i in range(3)]
     driver.step(rows)
     launches = Launches(monkeypatch)

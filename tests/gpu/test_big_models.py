@@ -7,7 +7,6 @@ attention with each other, but for one point. Weights are N(0, 0.02), the checkp
 
 from __future__ import annotations
 
-import gc
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,8 +16,9 @@ import pytest
 import torch
 import transformers
 from make_checkpoint import make
+from tests.gpu.allocator import give_back_memory
+from tests.gpu.teacher_forced import distance, our_logits, their_logits
 from tests.support.model_driver import load
-from tests.support.teacher_forced import distance, our_logits, their_logits
 from torch import Tensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -33,7 +33,7 @@ def checkpoint(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
     folder = Path(tempfile.mkdtemp(prefix="wavecore-test-", dir="/dev/shm"))
     try:
         make(request.param, folder)
-        _empty()
+        give_back_memory()
         yield request.param, folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -56,7 +56,7 @@ def test_as_close_to_float32_as_transformers(checkpoint: tuple[str, Path]) -> No
     far["long"] = distance(our_logits(runner, long, 4 * CHUNK, FIRST), long_exact) / long_theirs
     agree = {how: _agreement(logits, sdpa) for how, logits in ours.items()}
     del runner
-    _empty()
+    give_back_memory()
     print(f"\n{name}: distance from float32 {theirs:.4f}, long {long_theirs:.4f}; ours, relative to that, {far}")
     print(f"{name}: sdpa and eager agree on {between:.2%} of argmaxes; with sdpa, ours {agree}")
     assert max(far.values()) <= 1.15, far
@@ -76,14 +76,9 @@ def _references(folder: Path, ids: Tensor, long: Tensor) -> tuple[Tensor, Tensor
     model.float()
     exact, long_exact = their_logits(model, ids), their_logits(model, long, FIRST, CHUNK)
     del model
-    _empty()
+    give_back_memory()
     return exact, sdpa, eager, long_exact, long_sdpa
 
 
 def _agreement(a: Tensor, b: Tensor) -> float:
     return float((a.argmax(-1) == b.argmax(-1)).float().mean())
-
-
-def _empty() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.scenarios import assert_same, grow_allocator
+from tests.gpu.allocator import grow_allocator
+from tests.gpu.scenarios import assert_same
 from tests.gpu.steps import recorded
 from tests.support.checkpoints import make_config, prompts, save_model
-from tests.support.model_driver import Driver, Sequence_, load
+from tests.support.model_driver import DrivenSequence, ModelDriver, load
 
 HOLD = 4_000_000_000  # cycles: two seconds, a step takes a hundredth of one
 
@@ -27,7 +28,7 @@ def hold(stream: torch.cuda.Stream) -> None:
         torch.cuda._sleep(HOLD)
 
 
-def started(driver: Driver) -> Sequence_:
+def started(driver: ModelDriver) -> DrivenSequence:
     sequence = driver.add(prompts(1)[0] * 3, 24, 0)
     for _ in range(3):
         driver.step([sequence])
@@ -36,7 +37,7 @@ def started(driver: Driver) -> Sequence_:
 
 def test_a_swap_out_reads_what_was_there_when_it_began(runner: Any) -> None:
     """Steps go on meanwhile; whoever gets the blocks writes behind it."""
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     blocks = started(driver).blocks
     content = runner.kv_cache[blocks].cpu()
     hold(runner.copies.swaps)
@@ -56,7 +57,7 @@ def test_a_swap_out_reads_what_was_there_when_it_began(runner: Any) -> None:
 
 
 def test_a_swapped_in_sequence_goes_on_behind_the_copy(runner: Any) -> None:
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     whole = driver.run([driver.add(prompts(1)[0] * 3, 24, 0)])
     sequence = started(driver)
     blocks, count = sequence.blocks, len(sequence.blocks)
@@ -70,7 +71,7 @@ def test_a_swapped_in_sequence_goes_on_behind_the_copy(runner: Any) -> None:
     assert driver.run([sequence]) == whole
 
 
-def moved(driver: Driver, sequence: Sequence_) -> None:
+def moved(driver: ModelDriver, sequence: DrivenSequence) -> None:
     """Copy the sequence's blocks to fresh ones; the old ones lose their content behind the copies."""
     old, count = sequence.blocks, len(sequence.blocks)
     fresh = list(range(driver.next_block, driver.next_block + count))
@@ -83,7 +84,7 @@ def moved(driver: Driver, sequence: Sequence_) -> None:
 
 
 def test_rows_wait_for_the_copies_within_the_device(runner: Any) -> None:
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     whole = driver.run([driver.add(prompts(1)[0] * 3, 24, 0)])
     sequence = started(driver)
     hold(runner.copies.cow)
@@ -93,7 +94,7 @@ def test_rows_wait_for_the_copies_within_the_device(runner: Any) -> None:
 
 
 def test_copies_within_the_device_read_what_earlier_steps_wrote(runner: Any) -> None:
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     whole = driver.run([driver.add(prompts(1)[0] * 3, 24, 0)])
     sequence = started(driver)
     content = runner.kv_cache[sequence.blocks].clone()
@@ -107,7 +108,7 @@ def test_copies_within_the_device_read_what_earlier_steps_wrote(runner: Any) -> 
 
 
 def test_copies_within_the_device_do_not_queue_up_behind_swaps(runner: Any) -> None:
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     whole = driver.run([driver.add(prompts(1)[0] * 3, 24, 0)])
     sequence = started(driver)
     hold(runner.copies.swaps)
@@ -119,7 +120,7 @@ def test_copies_within_the_device_do_not_queue_up_behind_swaps(runner: Any) -> N
 
 
 def test_a_step_waits_for_its_prompt(runner: Any) -> None:
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     with recorded(runner) as steps:
         driver.run([driver.add(prompts(1)[0] * 3, 24, 0)])
     runner.state.token_table.zero_()  # the prompt is not there yet

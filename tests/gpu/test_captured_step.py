@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tests.gpu.steps import make, prompt, recorded
 from tests.support.checkpoints import make_config, save_model
-from tests.support.model_driver import GREEDY, Driver
+from tests.support.model_driver import GREEDY, ModelDriver
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution.logprobs import Extras, draw
@@ -23,7 +23,7 @@ def is_decode(shape: StepShape) -> bool:
     return shape.max_query_len == 1 and shape.bucket_rows == ROWS
 
 
-def run_busy_steps(driver: Driver) -> None:
+def run_busy_steps(driver: ModelDriver) -> None:
     """Eight rows; three end and make room for a long prompt in chunks, for penalties, and for bias, bans and masks."""
     sampled = SamplingParams(seed=1, temperature=0.8, top_k=30, max_tokens=1000)
     rows = [driver.add(prompt(i, 20 + i), 9 if i < 3 else 80, i, sampled if i % 2 else GREEDY) for i in range(ROWS)]
@@ -88,7 +88,7 @@ def test_a_captured_step_equals_the_eager_one_whatever_came_after_the_capture(tm
     folder = save_model(tmp_path / "model", make_config("Llama"))
     runner = make(folder)
     with recorded(runner) as steps:
-        run_busy_steps(Driver(runner))
+        run_busy_steps(ModelDriver(runner))
     other = make(folder)
     shapes = [StepShape(plan, other.bucket_limits) for plan, _ in steps]
     graph = capture(other, next(shape for shape in shapes if is_decode(shape)))

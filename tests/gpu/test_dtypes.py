@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engine_core.models.test_equality_families import CASES, make
+from tests.gpu.teacher_forced import distance, our_logits, their_logits
 from tests.support.checkpoints import VOCAB, load_reference
 from tests.support.model_driver import load
-from tests.support.teacher_forced import distance, our_logits, their_logits
 
 ROWS, LENGTH = 4, 64
 

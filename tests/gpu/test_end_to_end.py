@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
-from tests.support.model_engine import Engine
+from tests.support.model_engine import ModelEngine
 
 from wavecore import LLM, ConfigError, SamplingParams
 from wavecore.engine_core.plan import OutOfMemory, PendingStep, StepPlan
@@ -18,17 +18,17 @@ SETTINGS = {"skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 16,
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "model", make_config("Qwen3"))
 
 
-def test_a_small_cache_gives_the_reference_tokens(folder: Path) -> None:
+def test_a_small_cache_gives_the_reference_tokens(tiny_qwen: Path) -> None:
     """Chunks, prefix hits, preemption and swaps, two steps in flight; every request's tokens are transformers'."""
-    reference = load_reference(folder)
+    reference = load_reference(tiny_qwen)
     prefix = list(range(100, 132))
     asked = [prefix + prompt for prompt in prompts(40)]
     with LLM(
-        str(folder), device="cuda", num_gpu_blocks_override=40, block_size=16, swap_space_gib=0.01, **SETTINGS
+        str(tiny_qwen), device="cuda", num_gpu_blocks_override=40, block_size=16, swap_space_gib=0.01, **SETTINGS
     ) as llm:
         outputs = llm.generate(asked, GREEDY, use_tqdm=False)
         (stats,) = llm.step_stats()
@@ -40,11 +40,11 @@ def test_a_small_cache_gives_the_reference_tokens(folder: Path) -> None:
     assert all(happened.values()), happened
 
 
-def test_cpu_and_gpu_engines_draw_the_same_samples(folder: Path) -> None:
+def test_cpu_and_gpu_engines_draw_the_same_samples(tiny_qwen: Path) -> None:
     params = [SamplingParams(temperature=1.0, top_k=20, top_p=0.95, seed=i, max_tokens=16) for i in range(12)]
     drawn = []
     for device in ("cpu", "cuda"):
-        with LLM(str(folder), device=device, num_gpu_blocks_override=200, block_size=16, **SETTINGS) as llm:
+        with LLM(str(tiny_qwen), device=device, num_gpu_blocks_override=200, block_size=16, **SETTINGS) as llm:
             outputs = llm.generate(prompts(12), params, use_tqdm=False)
         drawn.append([tuple(output.outputs[0].token_ids) for output in outputs])
     assert sum(a == b for a, b in zip(*drawn, strict=True)) >= 11  # rounding may decide one near tie
@@ -55,7 +55,7 @@ def test_a_step_out_of_memory_costs_no_request(tmp_path: Path) -> None:
     wide = 1 << 15
     folder = save_model(tmp_path / "wide", make_config("Llama", intermediate_size=wide))
     settings = {"block_size": 16, "num_gpu_blocks_override": 300, "enable_prefix_caching": False}
-    engine = Engine(folder, device="cuda", dtype="float32", **settings)
+    engine = ModelEngine(folder, device="cuda", dtype="float32", **settings)
     asked = [[*range(i, i + 60)] for i in range(32)]
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=8, ignore_eos=True)
     want = engine.generate(asked, params)
@@ -80,12 +80,12 @@ def test_a_step_out_of_memory_costs_no_request(tmp_path: Path) -> None:
     assert failed == [60 * 32]
 
 
-def test_visible_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_devices(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU named by its UUID is the process's cuda:0; a device that is not visible is a typed error."""
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     uuid = listing.splitlines()[-1].split("UUID: ")[1].rstrip(") \n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuid)
-    with LLM(str(folder), device="cuda:0", num_gpu_blocks_override=64, **SETTINGS) as llm:
+    with LLM(str(tiny_qwen), device="cuda:0", num_gpu_blocks_override=64, **SETTINGS) as llm:
         assert len(llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 24
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
-        LLM(str(folder), device="cuda:1", num_gpu_blocks_override=64, **SETTINGS)
+        LLM(str(tiny_qwen), device="cuda:1", num_gpu_blocks_override=64, **SETTINGS)

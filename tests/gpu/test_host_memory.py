@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from tests.gpu.scenarios import sleep
 from tests.gpu.steps import make
 from tests.support.checkpoints import make_config, save_model
-
-HOLD = 1_000_000_000  # cycles: half a second
 
 
 def test_swap_space_is_pinned_and_not_from_torchs_rounded_blocks(tmp_path: Path) -> None:
@@ -31,7 +30,7 @@ def test_copies_to_swap_space_do_not_wait(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", make_config("Llama"))
     runner = make(folder, swap_space_gib=0.01)
     runner.kv_cache[3].normal_()
-    torch.cuda._sleep(HOLD)
+    sleep()
     runner.host_kv_cache[1].copy_(runner.kv_cache[3], non_blocking=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()

@@ -17,11 +17,6 @@ from wavecore.kernels.reference import layers
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(32)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens, hidden", [(1, 576), (33, 1024), (257, 4096), (5, 5120), (3, 8192)])
 def test_add_rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> None:

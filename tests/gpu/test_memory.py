@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import subprocess
@@ -15,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.gpu.allocator import give_back_memory
 from tests.support.checkpoints import make_config, save_model
-from tests.support.model_driver import Driver, load
+from tests.support.model_driver import ModelDriver, load
 from tests.support.suggestions import suggestions
 
 from wavecore import LLM, ConfigError, ResourceError, SamplingParams
@@ -55,19 +55,8 @@ EVERYTHING = SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("memory") / "model", make_config("Llama", **MODEL), scale=0.02)
-
-
-@pytest.fixture(autouse=True)
-def _clear() -> None:
-    clear()
-
-
-def clear() -> None:
-    """Give back what other tests left in this process."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture
@@ -85,28 +74,28 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[MemoryBudget]:
     return found
 
 
-def start(folder: Path, **settings: Any) -> Any:
-    return load(folder, **{**SETTINGS, **settings})
+def start(wide_llama: Path, **settings: Any) -> Any:
+    return load(wide_llama, **{**SETTINGS, **settings})
 
 
-def refusal(kind: type[Exception], folder: Path, **settings: Any) -> str:
+def refusal(kind: type[Exception], wide_llama: Path, **settings: Any) -> str:
     """The message of a start that fails; nothing of it stays in memory."""
     message = ""
     try:
-        start(folder, **settings)
+        start(wide_llama, **settings)
     except kind as error:
         message = str(error)
-    clear()
+    give_back_memory()
     assert message, "it started"
     return message
 
 
-def starts_as_told(message: str, folder: Path, **settings: Any) -> list[list[str]]:
+def starts_as_told(message: str, wide_llama: Path, **settings: Any) -> list[list[str]]:
     """All that a refusal says would fit starts and serves; the names of the settings of each."""
     found = suggestions(message)
     for each in found:
-        serves(start(folder, **{**settings, **each}))
-        clear()
+        serves(start(wide_llama, **{**settings, **each}))
+        give_back_memory()
     return [list(each) for each in found]
 
 
@@ -115,14 +104,14 @@ def own(budget: MemoryBudget) -> int:
 
 
 def serves(runner: Any) -> None:
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     [output] = driver.run([driver.add([5, 6, 7] * 10, 4, 0)], chunk=min(20, runner.bucket_limits[0]))
     assert len(output) == 4
 
 
-def test_the_fullest_steps_stay_within_the_table(folder: Path, measured: list[MemoryBudget]) -> None:
+def test_the_fullest_steps_stay_within_the_table(wide_llama: Path, measured: list[MemoryBudget]) -> None:
     """Steps of 8,192 tokens and 256 rows that ask for everything; max_model_len is just above half of 8,192."""
-    runner = start(folder, gpu_memory_utilization=0.5)
+    runner = start(wide_llama, gpu_memory_utilization=0.5)
     [budget] = measured
     cache = runner.info.num_blocks * runner.block_bytes
     taken = own(budget) + cache
@@ -133,7 +122,7 @@ def test_the_fullest_steps_stay_within_the_table(folder: Path, measured: list[Me
 
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     rows = [driver.add([5] * 8, 100, i, EVERYTHING) for i in range(254)]
     driver.step(rows)
     for slot, length in ((254, 4100), (255, 3838)):
@@ -141,7 +130,7 @@ def test_the_fullest_steps_stay_within_the_table(folder: Path, measured: list[Me
         rows.append(driver.add([5] * length, 100, slot, EVERYTHING, embeds=embeds))
     assert driver.step(rows).prompt_logprobs.keys() == {254, 255}
     assert len(driver.step(rows).logprobs) == 256
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     driver.step([driver.add([5] * length, 100, slot, EVERYTHING) for slot, length in ((0, 4190), (1, 4002))])
     driver.step([driver.add([5] * 4096, 1, slot, pooling="mean") for slot in (0, 1)])
     torch.cuda.synchronize()
@@ -150,10 +139,10 @@ def test_the_fullest_steps_stay_within_the_table(folder: Path, measured: list[Me
     assert torch.cuda.max_memory_reserved() <= steps
 
 
-def test_smaller_limits_leave_more_for_the_cache(folder: Path, measured: list[MemoryBudget]) -> None:
+def test_smaller_limits_leave_more_for_the_cache(wide_llama: Path, measured: list[MemoryBudget]) -> None:
     for limits in ({}, {"max_num_seqs": 16}, {"max_num_seqs": 16, "max_num_batched_tokens": 512}):
-        start(folder, gpu_memory_utilization=0.3, **limits)
-        clear()
+        start(wide_llama, gpu_memory_utilization=0.3, **limits)
+        give_back_memory()
     assert measured[0].tables - measured[1].tables > 200 * MODEL["vocab_size"] * 4
     assert measured[1].activations - measured[2].activations > 100 * MIB
     assert measured[0].kv_cache < measured[1].kv_cache < measured[2].kv_cache
@@ -201,7 +190,7 @@ def captured_bytes(runner: Any, rows: int, tokens: int) -> int:
 
     step()
     torch.cuda.synchronize()
-    clear()
+    give_back_memory()
     before = torch.cuda.memory_reserved()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -211,10 +200,10 @@ def captured_bytes(runner: Any, rows: int, tokens: int) -> int:
 
 @pytest.mark.parametrize(("rows", "tokens"), [(256, 8192), (256, 512)])
 def test_the_reserve_is_what_the_largest_graph_takes(
-    folder: Path, measured: list[MemoryBudget], rows: int, tokens: int
+    wide_llama: Path, measured: list[MemoryBudget], rows: int, tokens: int
 ) -> None:
     """Graphs are for steps of up to MAX_BUCKET tokens."""
-    runner = start(folder, gpu_memory_utilization=0.3, max_num_seqs=rows, max_num_batched_tokens=tokens)
+    runner = start(wide_llama, gpu_memory_utilization=0.3, max_num_seqs=rows, max_num_batched_tokens=tokens)
     grown = captured_bytes(runner, rows, min(tokens, MAX_BUCKET))
     [budget] = measured
     assert grown <= budget.graphs <= 2 * grown
@@ -224,12 +213,12 @@ def test_the_reserve_is_what_the_largest_graph_takes(
 
 
 @pytest.mark.parametrize("length", [4200, None])
-def test_a_suggested_share_starts(folder: Path, length: int | None) -> None:
-    message = refusal(ConfigError, folder, gpu_memory_utilization=0.005, max_model_len=length)
+def test_a_suggested_share_starts(wide_llama: Path, length: int | None) -> None:
+    message = refusal(ConfigError, wide_llama, gpu_memory_utilization=0.005, max_model_len=length)
     assert "GPU memory" in message and "GiB  weights" in message and "graphs, reserved" in message
     [settings] = suggestions(message)
     assert 0.005 < settings["gpu_memory_utilization"] < 0.1
-    assert starts_as_told(message, folder, max_model_len=length) == [["gpu_memory_utilization"]]
+    assert starts_as_told(message, wide_llama, max_model_len=length) == [["gpu_memory_utilization"]]
 
 
 @pytest.mark.timeout(400)
@@ -240,7 +229,7 @@ def test_a_suggested_length_starts(tmp_path: Path, measured: list[MemoryBudget])
     folder = save_model(tmp_path / "model", config, scale=0.02)
     settings = {"max_model_len": length, "max_num_seqs": 16, "max_num_batched_tokens": 2048}
     start(folder, **settings, gpu_memory_utilization=0.3)
-    clear()
+    give_back_memory()
     settings["gpu_memory_utilization"] = (own(measured[0]) + (512 << 20)) / measured[0].total
     message = refusal(ConfigError, folder, **settings)
     assert starts_as_told(message, folder, **settings) == [["gpu_memory_utilization"], ["max_model_len"]]
@@ -257,49 +246,49 @@ LOWER = "; lower max_num_batched_tokens and max_num_seqs"
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("steps_run", [False, True])
-def test_large_steps_are_to_be_lowered(folder: Path, measured: list[MemoryBudget], steps_run: bool) -> None:
+def test_large_steps_are_to_be_lowered(wide_llama: Path, measured: list[MemoryBudget], steps_run: bool) -> None:
     """The largest step does not fit beside the weights; or it does, and leaves no room for the KV cache."""
     settings = {"max_num_batched_tokens": 65_536}
-    start(folder, **settings, gpu_memory_utilization=0.5)
-    clear()
+    start(wide_llama, **settings, gpu_memory_utilization=0.5)
+    give_back_memory()
     budget = measured[0]
     part = budget.activations - SLACK // 2 if steps_run else budget.activations // 2
     with held_by_another(budget.weights + budget.tables + part):
-        message = refusal(ConfigError, folder, **settings)
-        serves(start(folder, **SMALL_STEPS))
+        message = refusal(ConfigError, wide_llama, **settings)
+        serves(start(wide_llama, **SMALL_STEPS))
     assert LOWER in message and not suggestions(message) and "GiB  activations of the largest step" in message
     assert "are missing" in message or "the largest step does not fit beside the weights" in message
     assert steps_run or "the largest step does not fit beside the weights" in message
 
 
 @pytest.mark.timeout(400)
-def test_large_steps_are_to_be_lowered_where_the_tables_do_not_fit(folder: Path) -> None:
+def test_large_steps_are_to_be_lowered_where_the_tables_do_not_fit(wide_llama: Path) -> None:
     """65,536 slots of 0.6 MB each, in 8 GiB."""
     with held_by_another(8 << 30):
-        message = refusal(ConfigError, folder, max_num_seqs=65_536, max_num_batched_tokens=65_536)
-        serves(start(folder, **SMALL_STEPS))
+        message = refusal(ConfigError, wide_llama, max_num_seqs=65_536, max_num_batched_tokens=65_536)
+        serves(start(wide_llama, **SMALL_STEPS))
     assert "the tables of all requests do not fit into memory" in message and LOWER in message
 
 
 @pytest.mark.timeout(400)
 def test_large_steps_are_to_be_lowered_where_the_tables_leave_no_room(
-    folder: Path, measured: list[MemoryBudget]
+    wide_llama: Path, measured: list[MemoryBudget]
 ) -> None:
     """The tables of smaller steps are smaller, too."""
     settings = {"max_num_seqs": 512}
-    start(folder, **settings, gpu_memory_utilization=0.2)
-    clear()
+    start(wide_llama, **settings, gpu_memory_utilization=0.2)
+    give_back_memory()
     with held_by_another(measured[0].weights + measured[0].tables + 160 * MIB):  # enough for the small steps
-        message = refusal(ConfigError, folder, **settings)
-        serves(start(folder, **SMALL_STEPS))
+        message = refusal(ConfigError, wide_llama, **settings)
+        serves(start(wide_llama, **SMALL_STEPS))
     assert "the largest step does not fit beside the weights" in message and LOWER in message
 
 
-def test_a_suggested_number_of_blocks_starts(folder: Path) -> None:
-    message = refusal(ConfigError, folder, num_gpu_blocks_override=(1 << 31) - 1)
+def test_a_suggested_number_of_blocks_starts(wide_llama: Path) -> None:
+    message = refusal(ConfigError, wide_llama, num_gpu_blocks_override=(1 << 31) - 1)
     assert "blocks of 32 tokens and needs 2147483647: " in message
     [settings] = suggestions(message)
-    runner = start(folder, **settings)
+    runner = start(wide_llama, **settings)
     assert runner.kv_cache.nbytes > 0.8 * torch.cuda.mem_get_info()[1]
     serves(runner)
 
@@ -317,14 +306,14 @@ def test_a_suggested_dtype_starts(tmp_path: Path) -> None:
         starts_as_told(message, folder, **settings)
 
 
-def test_weights_are_refused_before_loading_when_others_leave_no_room(folder: Path) -> None:
+def test_weights_are_refused_before_loading_when_others_leave_no_room(wide_llama: Path) -> None:
     with held_by_another(100 * MIB):
-        message = refusal(ResourceError, folder)
+        message = refusal(ResourceError, wide_llama)
     assert re.search(
         r"the weights of .*model take 0\.\d+ GiB as bfloat16, and of cuda:0's \d+ GiB only 0\.0\d+", message
     )
     assert "no setting makes room" in message
-    serves(start(folder, gpu_memory_utilization=0.2))  # others are gone
+    serves(start(wide_llama, gpu_memory_utilization=0.2))  # others are gone
 
 
 @pytest.mark.timeout(400)
@@ -333,29 +322,29 @@ def test_no_setting_is_suggested_when_none_makes_room(tmp_path: Path, measured: 
     folder = save_model(tmp_path / "model", make_config("Llama", **{**MODEL, "vocab_size": 1000}), scale=0.02)
     settings = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
     start(folder, gpu_memory_utilization=0.2, **settings)
-    clear()
+    give_back_memory()
     with held_by_another(measured[0].weights + measured[0].tables + 200 * MIB):
         message = refusal(ResourceError, folder, **settings)
     assert "no setting makes room" in message and "others: CUDA context and processes" in message
     assert "fit with" not in message
 
 
-def test_others_limit_only_what_is_free(folder: Path, measured: list[MemoryBudget]) -> None:
+def test_others_limit_only_what_is_free(wide_llama: Path, measured: list[MemoryBudget]) -> None:
     """An engine starts in what others leave, though it asks for more."""
     with held_by_another(20 << 30):
-        runner = start(folder, gpu_memory_utilization=0.9)
+        runner = start(wide_llama, gpu_memory_utilization=0.9)
         assert 10 << 30 < runner.kv_cache.nbytes < 20 << 30
         serves(runner)
     assert measured[0].others > 0.8 * measured[0].total
 
 
 @pytest.mark.timeout(400)
-def test_two_engines_share_one_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_engines_share_one_gpu(wide_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each takes its own share, whatever the other holds."""
     settings = {**SETTINGS, "max_num_batched_tokens": 2048, "skip_tokenizer_init": True, "gpu_memory_utilization": 0.45}
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     caches, outputs = [], []
-    with LLM(str(folder), **settings) as first, LLM(str(folder), **settings) as second:
+    with LLM(str(wide_llama), **settings) as first, LLM(str(wide_llama), **settings) as second:
         for llm in (first, second):
             outputs.append(llm.generate([[5, 6, 7]], greedy, use_tqdm=False)[0].outputs[0].token_ids)
             llm.print_memory_stats()
@@ -375,15 +364,15 @@ def listed_pids() -> set[str]:
 
 
 def test_the_start_tells_what_others_hold_and_who_they_are(
-    folder: Path, measured: list[MemoryBudget], caplog: pytest.LogCaptureFixture
+    wide_llama: Path, measured: list[MemoryBudget], caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"gpu_memory_utilization": 0.1, "max_num_seqs": 16}
-    start(folder, **settings)
-    clear()
+    start(wide_llama, **settings)
+    give_back_memory()
     before, free = listed_pids(), torch.cuda.mem_get_info()[0]
     with held_by_another(40 << 30), caplog.at_level("INFO", "wavecore.engine_core.startup.kv_cache_size"):
         caplog.clear()
-        runner = start(folder, **settings)
+        runner = start(wide_llama, **settings)
         new = listed_pids() - before
     alone, crowded = measured
     assert crowded.others - alone.others >= free - (40 << 30) - 64 * MIB
@@ -397,7 +386,7 @@ def test_the_start_tells_what_others_hold_and_who_they_are(
         assert others[2] == "(none listed)"
 
 
-def test_a_users_kernel_is_judged_on_the_engines_device_and_dtype(folder: Path) -> None:
+def test_a_users_kernel_is_judged_on_the_engines_device_and_dtype(wide_llama: Path) -> None:
     """One that is right on a CPU and in float32 is refused where it would be wrong."""
-    message = refusal(ConfigError, folder, custom_ops={"silu_mul": "tests.support.custom_ops:careless"})
+    message = refusal(ConfigError, wide_llama, custom_ops={"silu_mul": "tests.support.custom_ops:careless"})
     assert "silu_mul" in message and "with torch.bfloat16 on cuda:0" in message

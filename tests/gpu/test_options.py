@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.checkpoints import make_config, prompts, save_model
-from tests.support.model_driver import Driver, Sequence_, load
+from tests.support.model_driver import DrivenSequence, ModelDriver, load
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution import logprobs
@@ -58,18 +58,20 @@ OPTIONS: dict[str, tuple[str, Change]] = {
 
 
 @pytest.fixture(scope="module")
-def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Driver]:
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelDriver]:
     config = make_config("Llama", vocab_size=VOCAB, num_hidden_layers=2)
     folder: Path = save_model(tmp_path_factory.mktemp("options") / "model", config, scale=0.4)
-    return {device: Driver(load(folder, device=device, dtype="float32", block_size=16)) for device in ("cpu", "cuda")}
+    return {
+        device: ModelDriver(load(folder, device=device, dtype="float32", block_size=16)) for device in ("cpu", "cuda")
+    }
 
 
 @pytest.fixture(scope="module")
-def bases(drivers: dict[str, Driver]) -> Callable[[str], list[Sequence_]]:
+def bases(drivers: dict[str, ModelDriver]) -> Callable[[str], list[DrivenSequence]]:
     """What the CPU says with a base alone, computed once."""
-    known: dict[str, list[Sequence_]] = {}
+    known: dict[str, list[DrivenSequence]] = {}
 
-    def base(name: str) -> list[Sequence_]:
+    def base(name: str) -> list[DrivenSequence]:
         if name not in known:
             known[name] = run(drivers["cpu"], [params(BASES[name], row) for row in range(len(ASKED))])
         return known[name]
@@ -81,7 +83,7 @@ def params(options: dict[str, Any], row: int) -> SamplingParams:
     return SamplingParams(**{"seed": row % SEEDS, "max_tokens": TOKENS, "logprobs": row % 4, **options})
 
 
-def run(driver: Driver, asked: list[SamplingParams]) -> list[Sequence_]:
+def run(driver: ModelDriver, asked: list[SamplingParams]) -> list[DrivenSequence]:
     driver.next_block = 1
     sequences = [driver.add(ASKED[slot % len(ASKED)], TOKENS, slot, p) for slot, p in enumerate(asked)]
     driver.run(sequences, chunk=64)
@@ -89,13 +91,13 @@ def run(driver: Driver, asked: list[SamplingParams]) -> list[Sequence_]:
     return sequences
 
 
-def agreement(want: list[Sequence_], got: list[Sequence_]) -> float:
+def agreement(want: list[DrivenSequence], got: list[DrivenSequence]) -> float:
     return float(np.mean(np.array([s.output for s in want]) == np.array([s.output for s in got])))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_acts_and_draws_the_tokens_of_the_cpu(
-    drivers: dict[str, Driver], bases: Callable[[str], list[Sequence_]], name: str
+    drivers: dict[str, ModelDriver], bases: Callable[[str], list[DrivenSequence]], name: str
 ) -> None:
     base, change = OPTIONS[name]
     plain = bases(base)
@@ -108,7 +110,7 @@ def test_an_option_acts_and_draws_the_tokens_of_the_cpu(
         same_logprobs(left, right)
 
 
-def same_logprobs(left: Sequence_, right: Sequence_) -> None:
+def same_logprobs(left: DrivenSequence, right: DrivenSequence) -> None:
     """Of the tokens that both have seen the same past of."""
     for i, (a, b) in enumerate(zip(left.logprobs, right.logprobs, strict=True)):
         if left.output[i] != right.output[i]:
@@ -121,8 +123,8 @@ def same_logprobs(left: Sequence_, right: Sequence_) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
-    drivers: dict[str, Driver],
-    bases: Callable[[str], list[Sequence_]],
+    drivers: dict[str, ModelDriver],
+    bases: Callable[[str], list[DrivenSequence]],
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
 ) -> None:
@@ -130,7 +132,7 @@ def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
     that come back are those of the same logits. The rows are more than log-probabilities are made for at once."""
     model = drivers["cuda"].runner.info.model_path
     bounds: dict[str, Any] = {"max_num_seqs": 3 * len(ASKED), "max_num_batched_tokens": 4096}
-    driver = Driver(load(model, device="cuda", dtype=dtype, block_size=16, **bounds))
+    driver = ModelDriver(load(model, device="cuda", dtype=dtype, block_size=16, **bounds))
     kinds = list(OPTIONS.values())
     asked = []
     for row in range(3 * len(ASKED)):

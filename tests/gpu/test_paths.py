@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.torch import load_file, save_file
 from tests.support.checkpoints import make_config, save_model
-from tests.support.model_engine import Engine, Output
+from tests.support.model_engine import ModelEngine, Output
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.transport.wire.messages import FinishReason
@@ -23,7 +23,7 @@ EMBEDDINGS = "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("paths") / "model", make_config("Llama"), scale=0.2)
 
 
@@ -31,10 +31,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 200, length).tolist()
 
 
-def ask_for_everything(folder: Path, device: str) -> dict[str, Output]:
+def ask_for_everything(small_llama: Path, device: str) -> dict[str, Output]:
     """Prompts of up to 75 tokens in steps of at most 32; the last request finds its prefix in the cache."""
-    engine = Engine(folder, device=device, max_num_batched_tokens=32, **SETTINGS)
-    table = load_file(folder / "model.safetensors")[EMBEDDINGS].numpy()
+    engine = ModelEngine(small_llama, device=device, max_num_batched_tokens=32, **SETTINGS)
+    table = load_file(small_llama / "model.safetensors")[EMBEDDINGS].numpy()
     handles = {
         "logprobs": engine.add(prompt(40), replace(GREEDY, logprobs=4, prompt_logprobs=3)),
         "no alternatives": engine.add(prompt(20, 1), replace(SAMPLED, logprobs=0, prompt_logprobs=0)),
@@ -56,8 +56,8 @@ def joined(triples: list[Any]) -> list[npt.NDArray[Any]]:
     return [np.concatenate(parts) for parts in zip(*triples, strict=True)]
 
 
-def test_everything_equals_the_cpu(folder: Path) -> None:
-    want, got = ask_for_everything(folder, "cpu"), ask_for_everything(folder, "cuda")
+def test_everything_equals_the_cpu(small_llama: Path) -> None:
+    want, got = ask_for_everything(small_llama, "cpu"), ask_for_everything(small_llama, "cuda")
     for name, left in want.items():
         right = got[name]
         assert (right.tokens, right.finish) == (left.tokens, left.finish), name
@@ -77,9 +77,11 @@ def test_everything_equals_the_cpu(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layer, head", [(0, 0), (2, 5)])
-def test_attention_map(folder: Path, layer: int, head: int) -> None:
+def test_attention_map(small_llama: Path, layer: int, head: int) -> None:
     devices = ("cpu", "cuda")
-    maps = [Engine(folder, device=d, **SETTINGS).runner.attention_map(prompt(50), layer, head) for d in devices]
+    maps = [
+        ModelEngine(small_llama, device=d, **SETTINGS).runner.attention_map(prompt(50), layer, head) for d in devices
+    ]
     np.testing.assert_allclose(maps[1], maps[0], atol=1e-4)
     np.testing.assert_allclose(maps[1].sum(1), 1.0, atol=1e-5)
 
@@ -100,9 +102,9 @@ def test_a_row_of_nan_fails_alone(tmp_path: Path) -> None:
         np.testing.assert_allclose(a.logprobs[0][1], b.logprobs[0][1], atol=1e-5)
 
 
-def ill_rounds(folder: Path, third: int) -> list[Output]:
+def ill_rounds(small_llama: Path, third: int) -> list[Output]:
     settings = SETTINGS | {"num_gpu_blocks_override": 12, "enable_prefix_caching": False}
-    engine = Engine(folder, device="cuda", **settings)
+    engine = ModelEngine(small_llama, device="cuda", **settings)
     params = replace(SAMPLED, logprobs=4, logit_bias={200: -100.0})
     rounds: list[Output] = []
     for _ in range(4):  # blocks that held NaN are used again

@@ -15,7 +15,7 @@ from tests.engine_core.models.test_equality_families import CASES, make
 from tests.gpu.scenarios import launch_ahead
 from tests.gpu.steps import recorded
 from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
-from tests.support.model_driver import Driver, load
+from tests.support.model_driver import ModelDriver, load
 
 from wavecore.engine_core.models.files import resolve_model
 from wavecore.engine_core.models.weights import Placed, Stored, fill
@@ -36,7 +36,7 @@ def check_greedy(folder: Path, label: str, **settings: Any) -> None:
     """Whole prompts, chunked prompts and a prefix hit, as on a CPU."""
     model = load_reference(folder)
     asked = prompts(12)
-    driver = Driver(load(folder, device="cuda", dtype="float32", block_size=16, **settings))
+    driver = ModelDriver(load(folder, device="cuda", dtype="float32", block_size=16, **settings))
     whole = driver.run([driver.add(p, 24, i) for i, p in enumerate(asked)])
     for prompt, ours in zip(asked, whole, strict=True):
         assert_greedy(model, prompt, ours, label)
@@ -72,7 +72,7 @@ def test_two_launches_in_flight(tmp_path: Path) -> None:
     runner: Any = load(
         save_model(tmp_path / "model", make_config("Llama")), device="cuda", dtype="float32", block_size=16
     )
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     with recorded(runner) as steps:
         driver.run([driver.add(p, 12, i) for i, p in enumerate(prompts(6))])
     assert len(steps) == 12
@@ -84,7 +84,7 @@ def test_a_slot_behind_two_to_the_31_tokens(tmp_path: Path) -> None:
     """The last slot's tokens begin there; what it says is what the first slot says of a small table."""
     folder = save_model(tmp_path / "model", make_config("Llama"))
     runner: Any = load(folder, device="cuda", dtype="float32", block_size=16, max_num_seqs=9)
-    driver, asked = Driver(runner), prompts(1)[0]
+    driver, asked = ModelDriver(runner), prompts(1)[0]
     whole = driver.run([driver.add(asked, 24, 0)])
     table = torch.zeros(9, 1 << 28, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()  # the upload of a prompt waits for nothing
@@ -135,7 +135,7 @@ def test_smollm2_answers_as_on_the_cpu() -> None:
     ]
     outputs = []
     for device in ("cpu", "cuda"):
-        driver = Driver(load(path, device=device, dtype="float32", block_size=16, num_gpu_blocks_override=200))
+        driver = ModelDriver(load(path, device=device, dtype="float32", block_size=16, num_gpu_blocks_override=200))
         outputs.append(driver.run([driver.add(p, 32, i) for i, p in enumerate(asked)]))
     assert outputs[0] == outputs[1]
     assert "Paris" in tokenizer.decode(outputs[1][0])

@@ -21,11 +21,6 @@ VOCAB = 151_936
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(31)
-
-
 def agreement(logits: Tensor, rows: SamplingRows) -> float:
     """Share of rows where kernel and twin draw the same token; log differs by rounding, so it may fall short of 1."""
     want, want_faults = sampling.sample(logits.clone(), copy.deepcopy(rows))

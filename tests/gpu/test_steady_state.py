@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from documents import ROOT
 from tests.gpu.scenarios import SCENARIOS, arrive, chunk_of, launch_ahead, several, sleep
 from tests.gpu.steps import make, prompt, recorded
 from tests.support.checkpoints import make_config, save_model
-from tests.support.model_driver import Driver
+from tests.support.model_driver import ModelDriver
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +26,6 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution import logprobs, uploads
 from wavecore.engine_core.plan import OutOfMemory, PendingStep, StepPlan
 
-ROOT = Path(__file__).parent.parent.parent
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "truncated": {"temperature": 1.0, "top_p": 0.9, "top_k": 20},
@@ -35,13 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("steady") / "model", make_config("Llama"))
-
-
-@pytest.fixture(scope="module")
-def runner(folder: Path) -> Any:
-    return make(folder)
+def runner(tiny_llama: Path) -> Any:
+    return make(tiny_llama)
 
 
 def use_small_ring(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +53,7 @@ def use_small_ring(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launch_waits_for_nothing(runner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps are launched while the device sleeps, and what the host brings arrives before it is read."""
     monkeypatch.setattr(logprobs, "LOGPROB_CHUNK", 8)  # 20 rows with logprobs: three parts
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     with recorded(runner) as steps:  # which also takes from the device what the allocator has not got yet
         driver.run(SCENARIOS[name](driver), chunk=chunk_of(name))
     assert len(steps) > 1 or name.startswith("pooling")
@@ -71,7 +66,7 @@ def test_requests_begin_while_an_older_step_sleeps(runner: Any, small: bool, mon
     if small:
         use_small_ring(runner, monkeypatch)
     with recorded(runner) as steps:
-        arrive(Driver(runner))
+        arrive(ModelDriver(runner))
     assert [len(plan.new_requests) for plan, _ in steps[:5]] == [4, 4, 4, 1, 0]
     launch_ahead(runner, steps, asleep=True)
 
@@ -100,7 +95,7 @@ def test_two_steps_of_a_deep_model_are_launched_while_the_device_sleeps(tmp_path
     """As many layers as models of 8B parameters have: the kernels of two steps fit the queue of launches."""
     config = make_config("Llama", num_hidden_layers=36)
     runner = make(save_model(tmp_path / "model", config, scale=0.1))
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     with recorded(runner) as steps:
         driver.run(several(8)(driver))
     assert len(steps) == 3
@@ -109,7 +104,7 @@ def test_two_steps_of_a_deep_model_are_launched_while_the_device_sleeps(tmp_path
 
 def test_a_step_out_of_memory_waits_for_those_in_flight(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are dropped and their slots given away: what is brought for the next owners must come behind them."""
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     with recorded(runner) as steps:
         driver.run(several(4)(driver))
     (first, _), (second, _), _ = steps
@@ -145,7 +140,7 @@ def no_waiting(runner: Any) -> Iterator[None]:
 
 
 def test_the_debug_mode_sees_a_wait(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     [sequence] = several(1)(driver)
     driver.step([sequence])
     forward = runner.model.forward
@@ -168,7 +163,7 @@ def allocations() -> tuple[int, int]:
 def test_steady_steps_neither_wait_nor_allocate(runner: Any, name: str) -> None:
     """50 steps of 8 rows, two in flight, which enter new blocks on the way."""
     with recorded(runner) as steps:
-        run_long(Driver(runner), name)
+        run_long(ModelDriver(runner), name)
     assert len(steps) == 70
     launch_ahead(runner, steps[:20], asleep=False)
     before = allocations()
@@ -177,7 +172,7 @@ def test_steady_steps_neither_wait_nor_allocate(runner: Any, name: str) -> None:
     assert allocations() == before
 
 
-def run_long(driver: Driver, name: str) -> None:
+def run_long(driver: ModelDriver, name: str) -> None:
     """70 steps of 8 rows."""
     params = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 1000} | OPTIONS[name])
     driver.run([driver.add(prompt(i, 9 + i), 70, i, params) for i in range(8)])
@@ -222,7 +217,7 @@ def test_crossings_are_seen() -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_steady_step_is_one_copy_in_and_one_out(runner: Any, name: str) -> None:
     with recorded(runner) as steps:
-        run_long(Driver(runner), name)
+        run_long(ModelDriver(runner), name)
     new_blocks = 0
     for step, (plan, _) in enumerate(steps):
         with Crossings() as crossings:

@@ -20,11 +20,6 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(20)
-
-
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a kernel's wrapper makes is full of NaN, and behind it lies a border that no kernel may write to."""

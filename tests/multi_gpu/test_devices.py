@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoints import make_config, save_model
 
 from wavecore import LLM, ConfigError, SamplingParams
 from wavecore.transport.processes.deployment import read
@@ -19,11 +18,6 @@ def query(what: str) -> list[list[str]]:
     command = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return [[field.strip() for field in line.split(",")] for line in lines]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "model", make_config("Llama"))
 
 
 @pytest.mark.parametrize(
@@ -40,14 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_an_engine_uses_the_gpu_that_is_named_and_no_other(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str, gpu: int
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str, gpu: int
 ) -> None:
     uuids = [uuid for (uuid,) in query("gpu=uuid")]
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible.replace("UUID 1", uuids[1]).replace("UUID 0", uuids[0]))
-    with LLM(str(folder), device=device, **SETTINGS) as llm:
+    with LLM(str(tiny_llama), device=device, **SETTINGS) as llm:
         [output] = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 8
         pid = read(llm.runtime_dir).engines[0].pid
@@ -56,17 +50,20 @@ def test_an_engine_uses_the_gpu_that_is_named_and_no_other(
 
 @pytest.mark.parametrize(("visible", "device"), [("1", "cuda:1"), ("0,1", "cuda:2"), ("", "cuda:0")])
 def test_a_gpu_that_is_not_visible_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, visible: str, device: str
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, visible: str, device: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
-        LLM(str(folder), device=device, **SETTINGS)
+        LLM(str(tiny_llama), device=device, **SETTINGS)
 
 
-def test_two_engines_on_two_gpus(folder: Path) -> None:
+def test_two_engines_on_two_gpus(tiny_llama: Path) -> None:
     """Side by side they give the same greedy tokens."""
     prompts = [[i, 2, 3] for i in range(1, 6)]
-    with LLM(str(folder), device="cuda:0", **SETTINGS) as left, LLM(str(folder), device="cuda:1", **SETTINGS) as right:
+    with (
+        LLM(str(tiny_llama), device="cuda:0", **SETTINGS) as left,
+        LLM(str(tiny_llama), device="cuda:1", **SETTINGS) as right,
+    ):
         answers = [
             [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
             for llm in (left, right)

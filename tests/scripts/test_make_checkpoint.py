@@ -11,7 +11,7 @@ import torch
 from make_checkpoint import CONFIGS, make
 from safetensors.torch import load_file
 from tests.support.checkpoints import assert_greedy, load_reference
-from tests.support.model_driver import Driver, load
+from tests.support.model_driver import ModelDriver, load
 
 from wavecore.engine_core.models.families import from_config
 from wavecore.engine_core.models.weights import hf_parts
@@ -27,7 +27,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_engine_and_transformers_read_it_alike(tmp_path: Path) -> None:
     make("tiny", tmp_path, "float32")
-    driver = Driver(load(tmp_path))
+    driver = ModelDriver(load(tmp_path))
     prompt = list(range(100, 120))
     [ours] = driver.run([driver.add(prompt, 8, 0)])
     assert len(set(ours)) > 1

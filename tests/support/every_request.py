@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from tests.support.model_driver import Driver
+from tests.support.model_driver import ModelDriver
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.startup.warm_up import buckets
@@ -37,24 +37,24 @@ def every_request(runner: Any, rows: int, tokens: int) -> Iterator[tuple[str, Ca
     """
 
     def run(count: int, steps: int, length: int = 21, **options: Any) -> None:
-        driver = Driver(runner)
+        driver = ModelDriver(runner)
         params = SamplingParams(seed=1, max_tokens=100, **options)
         sequences = [driver.add([5] * (length + i % 3), 100, i, params, choice=i % 2) for i in range(count)]
         for _ in range(steps):
             driver.step(sequences)
 
     def in_chunks(length: int) -> None:
-        driver = Driver(runner)
+        driver = ModelDriver(runner)
         driver.run([driver.add([5] * length, 2, 0)], chunk=50)
 
     def come_back(said: int) -> None:
-        driver = Driver(runner)
+        driver = ModelDriver(runner)
         sequence = driver.add([5] * 21, said + 2, 0, SamplingParams(seed=1, max_tokens=100, repetition_penalty=1.2))
         sequence.tokens += [5] * said
         driver.run([sequence])
 
     def embed(chunk: int = 30, **more: Any) -> None:
-        driver = Driver(runner)
+        driver = ModelDriver(runner)
         driver.run([driver.add([5] * 30, 1, i, **more) for i in range(3)], chunk)
 
     for name, options in OPTIONS.items():
@@ -72,5 +72,5 @@ def every_request(runner: Any, rows: int, tokens: int) -> Iterator[tuple[str, Ca
         yield f"pooling {pooling}", lambda pooling=pooling: embed(pooling=pooling)
         yield f"pooling {pooling} in chunks", lambda pooling=pooling: embed(7, pooling=pooling)
     for copies in ([(1, 2)], [(1, 2), (3, 4), (5, 6)]):
-        yield f"{len(copies)} copies", lambda copies=copies: Driver(runner).move(copies=copies)
+        yield f"{len(copies)} copies", lambda copies=copies: ModelDriver(runner).move(copies=copies)
     yield "attention map", lambda: [runner.attention_map([5] * length, 1, 1) for length in (1, 2, 16, 17, 40, 200)]

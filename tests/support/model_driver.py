@@ -24,7 +24,7 @@ def load(model: Any, **settings: Any) -> Runner:
 
 
 @dataclass
-class Sequence_:
+class DrivenSequence:
     """A running sequence: `computed` tokens have keys in the cache."""
 
     tokens: list[int]
@@ -52,7 +52,7 @@ class Sequence_:
         return self.fault or self.pooled is not None or len(self.output) >= self.count
 
 
-class Driver:
+class ModelDriver:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.next_block = 1
@@ -61,10 +61,10 @@ class Driver:
 
     def add(
         self, prompt: Sequence[int], count: int, slot: int, params: SamplingParams = GREEDY, **more: Any
-    ) -> Sequence_:
-        return Sequence_(list(prompt), len(prompt), slot, count, params, **more)
+    ) -> DrivenSequence:
+        return DrivenSequence(list(prompt), len(prompt), slot, count, params, **more)
 
-    def preempt(self, sequence: Sequence_) -> None:
+    def preempt(self, sequence: DrivenSequence) -> None:
         """Drop its blocks; it begins again with all its tokens."""
         sequence.computed, sequence.begun, sequence.blocks = 0, False, []
 
@@ -79,7 +79,7 @@ class Driver:
         pairs = (int_table(p, 2) for p in (swap_out, swap_in, copies))
         return self._run(StepPlan(self.step_id, *NO_ROWS, (), *pairs, int_table(table, 3)))
 
-    def step(self, running: Sequence[Sequence_], chunk: int = 1 << 30) -> StepResult:
+    def step(self, running: Sequence[DrivenSequence], chunk: int = 1 << 30) -> StepResult:
         rows = [s for s in running if not s.done]
         rows.sort(key=lambda s: min(chunk, len(s.tokens) - s.computed) > 1)  # rows with one query token come first
         new_requests, table = [], []
@@ -125,7 +125,7 @@ class Driver:
 
     def run(
         self,
-        sequences: Sequence[Sequence_],
+        sequences: Sequence[DrivenSequence],
         chunk: int = 1 << 30,
         between: Callable[[int], None] = lambda _step: None,
     ) -> list[list[int]]:

@@ -29,7 +29,7 @@ class Output:
     pooled: Any = None
 
 
-class Engine:
+class ModelEngine:
     def __init__(self, model: Any, **settings: Any) -> None:
         settings = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 4, **settings}
         self.runner: Runner = load(model, **settings)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from tests.support.scripted_model import scripted_output
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.scripted_runner import POISON, Script, ScriptedRunner
@@ -69,7 +69,7 @@ class Clock:
         return self.now
 
 
-class Driver:
+class SchedulerDriver:
     """An EngineCore with a scripted runner. `outputs[handle]`, `finish[handle]`, `extras[handle]` are what came out."""
 
     def __init__(
@@ -175,7 +175,7 @@ class Driver:
         """What the request must give if nobody disturbs it."""
         prompt, params = self.sent[handle]
         info = self.core.runner.info
-        return expected(
+        return scripted_output(
             prompt,
             limit=min(info.max_model_len, (info.num_blocks - 1) * info.block_size),
             vocab_size=info.vocab_size,
@@ -201,37 +201,3 @@ def make_add(
     ids = np.array(prompt, np.int32)
     frame = TensorFrame("int32", ids.shape, ids.tobytes())
     return Add(b"e" * 16, client, handle + 1, handle, frame, params, options or {}, embeds)
-
-
-def expected(
-    prompt: list[int],
-    *,
-    limit: int,
-    vocab_size: int,
-    eos: tuple[int, ...],
-    choice: int = 0,
-    max_tokens: int = 16,
-    min_tokens: int = 0,
-    ignore_eos: bool = False,
-    stop_token_ids: Sequence[int] = (),
-    temperature: float = 1.0,
-    seed: int | None = None,
-    **_: Any,
-) -> tuple[list[int], FinishReason]:
-    """The scripted model's output, computed without blocks, slots or steps."""
-    sums: list[int] = []
-    value = 0
-    for token in prompt:
-        value = zlib.crc32(token.to_bytes(4, "little"), value)
-        sums.append(value)
-    output: list[int] = []
-    stops = {*stop_token_ids, *(() if ignore_eos else eos)}
-    while len(output) < max_tokens and len(sums) < limit:
-        key = 0 if temperature == 0 else zlib.crc32(f"{seed} {choice} {len(sums)}".encode())
-        token = zlib.crc32(np.array(sums, np.uint32).tobytes(), key) % vocab_size
-        output.append(token)
-        if token in stops and len(output) > min_tokens:
-            return output, FinishReason.STOP
-        value = zlib.crc32(token.to_bytes(4, "little"), value)
-        sums.append(value)
-    return output, FinishReason.LENGTH

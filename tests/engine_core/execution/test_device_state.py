@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.checkpoints import VOCAB, load_reference, make_config, save_model
-from tests.support.model_driver import GREEDY, Driver, load
-from tests.support.model_engine import CLIENT, Engine
+from tests.support.checkpoints import VOCAB, load_reference
+from tests.support.model_driver import GREEDY, ModelDriver, load
+from tests.support.model_engine import CLIENT, ModelEngine
 
 from wavecore.engine_core.api.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from wavecore.kernels import ops
@@ -26,15 +26,9 @@ PROMPT = [5, 9, 140, 33, 7, 61]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = make_config("Llama", eos_token_id=EOS)
-    return save_model(tmp_path_factory.mktemp("state") / "model", config, scale=0.12)
-
-
-@pytest.fixture(scope="module")
-def table(folder: Path) -> Any:
+def table(broad_llama: Path) -> Any:
     """The model's token embeddings, float32 [vocab, hidden]."""
-    return load_reference(folder).get_input_embeddings().weight.detach().numpy()
+    return load_reference(broad_llama).get_input_embeddings().weight.detach().numpy()
 
 
 def storages(root: Any) -> dict[int, int]:
@@ -94,9 +88,11 @@ def random_request(draw: random.Random, table: Any) -> tuple[list[int], dict[str
     return prompt, values, None, {}
 
 
-def test_every_address_stays_and_nothing_is_left(folder: Path, table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_address_stays_and_nothing_is_left(
+    broad_llama: Path, table: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hundreds of plans with all options, chunks, preemptions, forks and aborts."""
-    engine = Engine(folder, max_num_seqs=6, max_num_batched_tokens=24, num_gpu_blocks_override=30)
+    engine = ModelEngine(broad_llama, max_num_seqs=6, max_num_batched_tokens=24, num_gpu_blocks_override=30)
     runner: Any = engine.runner
     before = kept(runner)
     seen: dict[str, set[int]] = {}
@@ -137,17 +133,17 @@ def test_every_address_stays_and_nothing_is_left(folder: Path, table: Any, monke
     assert not runner.state.embeds
 
 
-def test_all_memory_is_accounted_for(folder: Path) -> None:
-    runner: Any = load(folder, max_num_seqs=5, max_num_batched_tokens=70)
+def test_all_memory_is_accounted_for(broad_llama: Path) -> None:
+    runner: Any = load(broad_llama, max_num_seqs=5, max_num_batched_tokens=70)
     stats = runner.memory_stats()
     assert stats["tables_bytes"] + stats["sampling_bytes"] == sum(kept(runner).values())
     assert stats["sampling_bytes"] > 5 * 4 * (VOCAB + MAX_BAD_WORD_TOKENS)
 
 
 @pytest.mark.parametrize("chunk", [2048, 4])
-def test_embeddings_of_a_request_that_ends_early_go_with_it(folder: Path, table: Any, chunk: int) -> None:
+def test_embeddings_of_a_request_that_ends_early_go_with_it(broad_llama: Path, table: Any, chunk: int) -> None:
     """Aborted before its prompt is computed, while others run on; the whole prompt's are gone once it is computed."""
-    engine = Engine(folder, max_num_batched_tokens=chunk, max_num_seqs=4, num_gpu_blocks_override=60)
+    engine = ModelEngine(broad_llama, max_num_batched_tokens=chunk, max_num_seqs=4, num_gpu_blocks_override=60)
     embeds: Any = engine.runner.state.embeds  # type: ignore[attr-defined]
     beside = engine.add(PROMPT, replace(GREEDY, max_tokens=30, ignore_eos=True))
     handle = engine.add([0] * 24, replace(GREEDY, max_tokens=2), embeds=table[PROMPT * 4])
@@ -167,9 +163,9 @@ def test_embeddings_of_a_request_that_ends_early_go_with_it(folder: Path, table:
 
 
 def test_only_the_steps_part_of_prompt_embeddings_is_brought(
-    folder: Path, table: Any, monkeypatch: pytest.MonkeyPatch
+    broad_llama: Path, table: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = Driver(load(folder))
+    driver = ModelDriver(load(broad_llama))
     state: Any = driver.runner.state  # type: ignore[attr-defined]
     brought, new = [], state.uploads.new
     monkeypatch.setattr(state.uploads, "new", lambda v: brought.append(len(v)) or new(v))
@@ -179,8 +175,8 @@ def test_only_the_steps_part_of_prompt_embeddings_is_brought(
     assert brought == [7, 7, 4]
 
 
-def test_changes_that_do_not_fit_the_steps_vector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(load(folder))
+def test_changes_that_do_not_fit_the_steps_vector(broad_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = ModelDriver(load(broad_llama))
     want = driver.run([driver.add(PROMPT * 5, 9, i) for i in range(3)])
     state: Any = driver.runner.state  # type: ignore[attr-defined]
     apart, new = [], state.uploads.new
@@ -190,9 +186,9 @@ def test_changes_that_do_not_fit_the_steps_vector(folder: Path, monkeypatch: pyt
     assert max(apart) > 60
 
 
-def test_places_in_the_block_table_may_lie_beyond_32_bits(folder: Path) -> None:
+def test_places_in_the_block_table_may_lie_beyond_32_bits(broad_llama: Path) -> None:
     """Slot and index stay apart: their product with the table's width is the tensor's business."""
-    state: Any = load(folder).state  # type: ignore[attr-defined]
+    state: Any = load(broad_llama).state  # type: ignore[attr-defined]
     found: list[Any] = []
     state.block_table = SimpleNamespace(index_put_=lambda place, ids: found.append((*place, ids)))
     state.apply(torch.tensor([[65535], [65537], [9]], dtype=torch.int32))
@@ -201,9 +197,9 @@ def test_places_in_the_block_table_may_lie_beyond_32_bits(folder: Path) -> None:
     assert slots.dtype == indices.dtype == torch.int64
 
 
-def test_a_slot_forgets_the_options_of_its_last_request(folder: Path) -> None:
+def test_a_slot_forgets_the_options_of_its_last_request(broad_llama: Path) -> None:
     """Every option at its bound, then a plain request in the same slot."""
-    driver = Driver(load(folder))
+    driver = ModelDriver(load(broad_llama))
     plain = driver.run([driver.add(PROMPT, 6, 1)])
     everything = SamplingParams(
         seed=0,
@@ -232,8 +228,8 @@ def test_bad_words_are_bounded_all_together() -> None:
         SamplingParams(bad_words_token_ids=[[7] * 65, *words[1:]])
 
 
-def test_the_search_for_tensors_sees_what_a_slot_would_leave(folder: Path) -> None:
-    runner: Any = load(folder)
+def test_the_search_for_tensors_sees_what_a_slot_would_leave(broad_llama: Path) -> None:
+    runner: Any = load(broad_llama)
     before = kept(runner)
     runner.state.pooled = {3: torch.zeros(5)}
     assert len(kept(runner)) == len(before) + 1

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.checkpoints import make_config, save_model
-from tests.support.model_driver import GREEDY, Driver, Sequence_, load
+from tests.support.model_driver import GREEDY, DrivenSequence, ModelDriver, load
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution import logprobs
@@ -19,14 +18,9 @@ from wavecore.engine_core.execution.pinned_copies import CopyOut, Fetched
 PROMPT = [5, 9, 140, 33, 7, 61]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("extras") / "model", make_config("Llama"), scale=0.12)
-
-
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+    broad_llama: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """Beside rows that do not ask, and with bias, bans and penalties, which sampling applies to the logits. Prompts
     have different lengths, so that a token drawn at another row's position shows."""
@@ -37,9 +31,9 @@ def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
         sizes.append(len(logprobs))
         put(self, part, logprobs, chosen)
 
-    def run(rows: int) -> list[Sequence_]:
+    def run(rows: int) -> list[DrivenSequence]:
         monkeypatch.setattr(logprobs, "LOGPROB_CHUNK", rows)
-        driver = Driver(load(folder))
+        driver = ModelDriver(load(broad_llama))
         params = [
             SamplingParams(
                 seed=i,
@@ -78,10 +72,10 @@ def test_the_rank_counts_what_is_likelier_and_no_equals() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 64])
-def test_logprobs_do_not_see_bias_and_bans(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_logprobs_do_not_see_bias_and_bans(broad_llama: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """They edit the logits in place."""
     monkeypatch.setattr(logprobs, "LOGPROB_CHUNK", chunk)
-    driver = Driver(load(folder))
+    driver = ModelDriver(load(broad_llama))
     plain = replace(GREEDY, logprobs=3)
     edited = replace(plain, logit_bias={77: 90.0}, bad_words_token_ids=[[5]], min_tokens=9, stop_token_ids=[6])
     sequences = [driver.add(PROMPT, 1, i, [plain, edited][i % 2]) for i in range(6)]
@@ -94,9 +88,9 @@ def test_logprobs_do_not_see_bias_and_bans(folder: Path, monkeypatch: pytest.Mon
         assert (got.ranks[0] > 1) == (other.params is edited)
 
 
-def test_results_hold_no_memory_of_the_runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_hold_no_memory_of_the_runner(broad_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt log-probabilities are kept until the request's first token: as copies, not as views."""
-    driver = Driver(load(folder))
+    driver = ModelDriver(load(broad_llama))
     vectors: list[np.ndarray[Any, Any]] = []
     wait = Fetched.wait
     monkeypatch.setattr(Fetched, "wait", lambda self: vectors.append(wait(self)) or vectors[-1])

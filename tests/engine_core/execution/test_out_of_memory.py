@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.checkpoints import make_config, save_model
 from tests.support.model_driver import load
 
 from wavecore.engine_core.execution import runner
@@ -47,14 +46,9 @@ def test_other_faults(error: Exception) -> None:
     assert not is_out_of_memory(error)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "model", make_config("Llama"))
-
-
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory (2)")])
 def test_swap_space_that_the_host_cannot_give_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     zeros = runner.zeros
 
@@ -65,7 +59,7 @@ def test_swap_space_that_the_host_cannot_give_is_named(
 
     monkeypatch.setattr(runner, "zeros", failing)
     with pytest.raises(ConfigError, match=r"give 0\.0078\d* GiB .*out of memory.*; it would fit with swap_space_gib 0"):
-        load(folder, swap_space_gib=0.00785, num_gpu_blocks_override=2000)
+        load(tiny_llama, swap_space_gib=0.00785, num_gpu_blocks_override=2000)
 
 
 class Cudart:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.support.late_copies import LateDevice
+from tests.engine_core.execution.late_copies import LateDevice
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution.pinned_copies import DEPTH, CopyIn, CopyOut

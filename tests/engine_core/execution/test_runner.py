@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from tests.support import custom_ops
-from tests.support.checkpoints import make_config, save_model
-from tests.support.model_driver import Driver, load
-from tests.support.model_engine import Engine
+from tests.support.model_driver import ModelDriver, load
+from tests.support.model_engine import ModelEngine
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution.block_copies import _runs
@@ -25,13 +24,8 @@ PROMPTS = [[i, 2 * i, 7] for i in range(1, 9)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("runner") / "model", make_config("Llama"))
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
-    return Engine(folder).generate(PROMPTS, GREEDY)
+def expected(tiny_llama: Path) -> list[list[int]]:
+    return ModelEngine(tiny_llama).generate(PROMPTS, GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -50,21 +44,21 @@ def expected(folder: Path) -> list[list[int]]:
         ({"custom_ops": {"silu_mul": "tests.support.custom_ops:doubled"}}, "silu_mul"),
     ],
 )
-def test_settings_that_cannot_work(folder: Path, settings: dict[str, Any], match: str) -> None:
+def test_settings_that_cannot_work(tiny_llama: Path, settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        load(folder, **settings)
+        load(tiny_llama, **settings)
 
 
 @pytest.mark.usefixtures("own_ops")
-def test_a_kernel_replaced_by_name_is_used(folder: Path, expected: list[list[int]]) -> None:
-    engine = Engine(folder, custom_ops={"silu_mul": "tests.support.custom_ops:silu_mul"})
+def test_a_kernel_replaced_by_name_is_used(tiny_llama: Path, expected: list[list[int]]) -> None:
+    engine = ModelEngine(tiny_llama, custom_ops={"silu_mul": "tests.support.custom_ops:silu_mul"})
     custom_ops.calls = 0
     assert engine.generate(PROMPTS, GREEDY) == expected
     assert custom_ops.calls > 0
 
 
-def test_cache_size_and_memory_stats(folder: Path) -> None:
-    runner = load(folder, num_gpu_blocks_override=None, kv_cache_memory_gib=0.001, swap_space_gib=0.0005)
+def test_cache_size_and_memory_stats(tiny_llama: Path) -> None:
+    runner = load(tiny_llama, num_gpu_blocks_override=None, kv_cache_memory_gib=0.001, swap_space_gib=0.0005)
     token_bytes = 3 * 2 * 2 * 64 * 4
     assert runner.info.num_blocks == int(0.001 * 2**30) // (4 * token_bytes)
     assert runner.info.num_host_blocks == int(0.0005 * 2**30) // (4 * token_bytes)
@@ -74,15 +68,15 @@ def test_cache_size_and_memory_stats(folder: Path) -> None:
     assert stats["weights_bytes"] > 100_000
 
 
-def test_bfloat16_runs(folder: Path) -> None:
-    engine = Engine(folder, dtype="bfloat16")
+def test_bfloat16_runs(tiny_llama: Path) -> None:
+    engine = ModelEngine(tiny_llama, dtype="bfloat16")
     assert engine.runner.info.dtype == "bfloat16"
     assert all(len(tokens) == 12 for tokens in engine.generate(PROMPTS, GREEDY))
 
 
-def test_swapped_and_copied_blocks_keep_their_contents(folder: Path, expected: list[list[int]]) -> None:
-    runner = load(folder, num_gpu_blocks_override=40, swap_space_gib=0.001)
-    driver = Driver(runner)
+def test_swapped_and_copied_blocks_keep_their_contents(tiny_llama: Path, expected: list[list[int]]) -> None:
+    runner = load(tiny_llama, num_gpu_blocks_override=40, swap_space_gib=0.001)
+    driver = ModelDriver(runner)
     sequence = driver.add(PROMPTS[0], 12, 0)
     for _ in range(6):
         driver.step([sequence])
@@ -101,15 +95,15 @@ def test_swapped_and_copied_blocks_keep_their_contents(folder: Path, expected: l
     assert driver.run([sequence]) == expected[:1]
 
 
-def test_preemption_by_swapping_through_the_engine(folder: Path, expected: list[list[int]]) -> None:
-    engine = Engine(folder, num_gpu_blocks_override=14, swap_space_gib=0.001, max_num_seqs=8)
+def test_preemption_by_swapping_through_the_engine(tiny_llama: Path, expected: list[list[int]]) -> None:
+    engine = ModelEngine(tiny_llama, num_gpu_blocks_override=14, swap_space_gib=0.001, max_num_seqs=8)
     assert engine.generate(PROMPTS, GREEDY) == expected
 
 
 def test_a_step_out_of_memory_is_computed_again(
-    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(folder)
+    engine = ModelEngine(tiny_llama)
     forward, failures = Decoder.forward, [MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
     calls = 0
 
@@ -125,16 +119,16 @@ def test_a_step_out_of_memory_is_computed_again(
     assert not failures
 
 
-def test_padding_never_reaches_the_null_block(folder: Path) -> None:
-    engine = Engine(folder, num_gpu_blocks_override=30)
+def test_padding_never_reaches_the_null_block(tiny_llama: Path) -> None:
+    engine = ModelEngine(tiny_llama, num_gpu_blocks_override=30)
     engine.generate(PROMPTS, GREEDY)
     assert not torch.count_nonzero(engine.runner.kv_cache[0])  # type: ignore[attr-defined]
     assert np.isfinite(engine.runner.kv_cache.numpy()).all()  # type: ignore[attr-defined]
 
 
-def test_padded_steps_give_the_same_tokens(folder: Path, expected: list[list[int]]) -> None:
+def test_padded_steps_give_the_same_tokens(tiny_llama: Path, expected: list[list[int]]) -> None:
     """Buckets are for CUDA; here a CPU runs them, with chunks, preemption and logprobs."""
-    engine = Engine(folder, max_num_batched_tokens=19, max_num_seqs=11, num_gpu_blocks_override=30)
+    engine = ModelEngine(tiny_llama, max_num_batched_tokens=19, max_num_seqs=11, num_gpu_blocks_override=30)
     engine.runner.bucket_limits = (19, 11)  # type: ignore[attr-defined]
     assert engine.generate(PROMPTS, replace(GREEDY, logprobs=2)) == expected
     assert not torch.count_nonzero(engine.runner.kv_cache[0])  # type: ignore[attr-defined]

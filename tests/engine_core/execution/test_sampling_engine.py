@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.checkpoints import VOCAB, load_reference, make_config, save_model
-from tests.support.model_engine import Engine, Output
+from tests.support.model_engine import ModelEngine, Output
 from transformers import PreTrainedModel
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
@@ -25,15 +25,15 @@ EOS = (3, 4)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ends(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Narrow weights: the distribution is broad, so that sampling has something to choose from."""
     config = make_config("Llama", eos_token_id=list(EOS))
     return save_model(tmp_path_factory.mktemp("sampling") / "model", config, scale=0.12)
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return load_reference(folder)
+def reference(two_ends: Path) -> PreTrainedModel:
+    return load_reference(two_ends)
 
 
 @torch.inference_mode()
@@ -42,8 +42,8 @@ def logits_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
 
 
-def one(folder: Path, params: SamplingParams, prompt: list[int] = PROMPT, **settings: Any) -> Output:
-    engine = Engine(folder, **settings)
+def one(two_ends: Path, params: SamplingParams, prompt: list[int] = PROMPT, **settings: Any) -> Output:
+    engine = ModelEngine(two_ends, **settings)
     handle = engine.add(prompt, params)
     return engine.run()[handle]
 
@@ -51,13 +51,13 @@ def one(folder: Path, params: SamplingParams, prompt: list[int] = PROMPT, **sett
 SAMPLED = replace(GREEDY, temperature=1.0, top_p=0.95, seed=1234, max_tokens=16)
 
 
-def test_seed_alone_in_a_batch_after_preemption_and_beside_unseeded(folder: Path) -> None:
-    alone = one(folder, SAMPLED).tokens
-    assert one(folder, SAMPLED).tokens == alone
-    assert one(folder, replace(SAMPLED, seed=1235)).tokens != alone
+def test_seed_alone_in_a_batch_after_preemption_and_beside_unseeded(two_ends: Path) -> None:
+    alone = one(two_ends, SAMPLED).tokens
+    assert one(two_ends, SAMPLED).tokens == alone
+    assert one(two_ends, replace(SAMPLED, seed=1235)).tokens != alone
 
     draw = random.Random(0)
-    engine = Engine(folder, max_num_seqs=8, num_gpu_blocks_override=24, max_num_batched_tokens=16)
+    engine = ModelEngine(two_ends, max_num_seqs=8, num_gpu_blocks_override=24, max_num_batched_tokens=16)
     handles = []
     for i in range(12):
         engine.add([draw.randrange(VOCAB) for _ in range(draw.randint(1, 20))], replace(SAMPLED, seed=None))
@@ -70,21 +70,21 @@ def test_seed_alone_in_a_batch_after_preemption_and_beside_unseeded(folder: Path
     assert outputs[handles[0]].extras["seed"] == 1234
 
 
-def test_choices_are_distinct_and_reproducible(folder: Path) -> None:
+def test_choices_are_distinct_and_reproducible(two_ends: Path) -> None:
     params = replace(SAMPLED, n=4)
     runs = []
     for settings in ({}, {"enable_prefix_caching": False, "max_num_batched_tokens": 32}):
-        engine = Engine(folder, **settings)
+        engine = ModelEngine(two_ends, **settings)
         engine.add(PROMPT, params)
         runs.append([out.tokens for out in engine.run().values()])
     assert runs[0] == runs[1]
     assert len({tuple(tokens) for tokens in runs[0]}) == 4
-    assert runs[0][0] == one(folder, SAMPLED).tokens, "choice 0 is the request with n = 1"
+    assert runs[0][0] == one(two_ends, SAMPLED).tokens, "choice 0 is the request with n = 1"
 
 
-def test_effective_seed_reproduces_an_unseeded_request(folder: Path) -> None:
-    first = one(folder, replace(SAMPLED, seed=None))
-    assert one(folder, replace(SAMPLED, seed=first.extras["seed"])).tokens == first.tokens
+def test_effective_seed_reproduces_an_unseeded_request(two_ends: Path) -> None:
+    first = one(two_ends, replace(SAMPLED, seed=None))
+    assert one(two_ends, replace(SAMPLED, seed=first.extras["seed"])).tokens == first.tokens
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ def test_effective_seed_reproduces_an_unseeded_request(folder: Path) -> None:
 )
 @pytest.mark.parametrize("preempt", [False, True])
 def test_greedy_with_processors_equals_the_plain_computation(
-    folder: Path, reference: PreTrainedModel, options: dict[str, Any], preempt: bool
+    two_ends: Path, reference: PreTrainedModel, options: dict[str, Any], preempt: bool
 ) -> None:
     params = replace(GREEDY, **options)
     settings = {"num_gpu_blocks_override": 14, "max_num_seqs": 4, "max_num_batched_tokens": 8} if preempt else {}
-    engine = Engine(folder, **settings)
+    engine = ModelEngine(two_ends, **settings)
     for _ in range(4 if preempt else 1):
         engine.add(PROMPT, params)
     outputs = [out.tokens for out in engine.run().values()]
@@ -127,35 +127,35 @@ def test_greedy_with_processors_equals_the_plain_computation(
         assert token == int(x.argmax()) or best[0] - best[1] < 1e-4
 
 
-def test_bad_words_of_one_and_of_several_tokens(folder: Path) -> None:
-    plain = one(folder, GREEDY).tokens
-    banned_first = one(folder, replace(GREEDY, bad_words_token_ids=((plain[0],),))).tokens
+def test_bad_words_of_one_and_of_several_tokens(two_ends: Path) -> None:
+    plain = one(two_ends, GREEDY).tokens
+    banned_first = one(two_ends, replace(GREEDY, bad_words_token_ids=((plain[0],),))).tokens
     assert plain[0] not in banned_first
     pair = (plain[3], plain[4])
-    without = one(folder, replace(GREEDY, bad_words_token_ids=(pair, (200, 201, 202)))).tokens
+    without = one(two_ends, replace(GREEDY, bad_words_token_ids=(pair, (200, 201, 202)))).tokens
     assert without[:4] == plain[:4]
     assert without[4] != plain[4]
     assert pair not in itertools.pairwise(without)
-    across = one(folder, replace(GREEDY, bad_words_token_ids=((PROMPT[-1], plain[0]),))).tokens
+    across = one(two_ends, replace(GREEDY, bad_words_token_ids=((PROMPT[-1], plain[0]),))).tokens
     assert across[0] != plain[0], "a bad word may begin in the prompt"
 
 
-def test_min_tokens_bans_every_stop_until_then(folder: Path) -> None:
-    plain = one(folder, GREEDY).tokens
+def test_min_tokens_bans_every_stop_until_then(two_ends: Path) -> None:
+    plain = one(two_ends, GREEDY).tokens
     eager = {"logit_bias": {EOS[0]: 100.0, EOS[1]: 90.0}, "ignore_eos": False, "max_tokens": 40}
-    out = one(folder, replace(GREEDY, **eager))
+    out = one(two_ends, replace(GREEDY, **eager))
     assert (out.tokens, out.finish) == ([EOS[0]], FinishReason.STOP)
     for stop in ((), (plain[1],)):
-        out = one(folder, replace(GREEDY, min_tokens=5, stop_token_ids=stop, **eager))
+        out = one(two_ends, replace(GREEDY, min_tokens=5, stop_token_ids=stop, **eager))
         assert len(out.tokens) == 6
         assert not {*EOS, *stop} & set(out.tokens[:5])
         assert out.tokens[5] == EOS[0]
-    ignoring = one(folder, replace(GREEDY, min_tokens=5, logit_bias={EOS[0]: 100.0}, max_tokens=8))
+    ignoring = one(two_ends, replace(GREEDY, min_tokens=5, logit_bias={EOS[0]: 100.0}, max_tokens=8))
     assert ignoring.tokens == [EOS[0]] * 8, "an ignored eos is a token like any other"
 
 
-def test_everything_banned_ends_the_request_not_with_token_0(folder: Path) -> None:
-    engine = Engine(folder)
+def test_everything_banned_ends_the_request_not_with_token_0(two_ends: Path) -> None:
+    engine = ModelEngine(two_ends)
     for hopeless in ({"stop_token_ids": (5,), "min_tokens": 3}, {"bad_words_token_ids": ((5,), (6,)), "min_tokens": 1}):
         with pytest.raises(ValidationError, match="allowed_token_ids"):
             engine.add(PROMPT, replace(GREEDY, allowed_token_ids=(5,), **hopeless))
@@ -170,9 +170,9 @@ def test_everything_banned_ends_the_request_not_with_token_0(folder: Path) -> No
 
 
 @pytest.mark.parametrize("chunk", [2048, 5])
-def test_logprobs_are_the_raw_models(folder: Path, reference: PreTrainedModel, chunk: int) -> None:
+def test_logprobs_are_the_raw_models(two_ends: Path, reference: PreTrainedModel, chunk: int) -> None:
     params = replace(GREEDY, temperature=0.5, top_k=1, repetition_penalty=1.5, logprobs=3, prompt_logprobs=2)
-    engine = Engine(folder, max_num_batched_tokens=chunk, max_num_seqs=4)
+    engine = ModelEngine(two_ends, max_num_batched_tokens=chunk, max_num_seqs=4)
     engine.add(PROMPT * 3, replace(params, logprobs=0))
     engine.run()  # the prompt is now in the prefix cache, which must not swallow prompt_logprobs
     handle = engine.add(PROMPT * 3, params)
@@ -191,33 +191,33 @@ def test_logprobs_are_the_raw_models(folder: Path, reference: PreTrainedModel, c
             assert abs(int(ranks[i]) - (1 + int((row > row[token]).sum()))) <= 1
 
 
-def test_max_tokens_0_gives_the_prompts_logprobs_alone(folder: Path) -> None:
-    out = one(folder, replace(GREEDY, max_tokens=0, prompt_logprobs=1))
+def test_max_tokens_0_gives_the_prompts_logprobs_alone(two_ends: Path) -> None:
+    out = one(two_ends, replace(GREEDY, max_tokens=0, prompt_logprobs=1))
     assert out.tokens == []
     assert sum(len(triple[0]) for triple in out.prompt_logprobs) == len(PROMPT) - 1
 
 
 @pytest.mark.parametrize("chunk", [2048, 4])
-def test_prompt_embeds_stand_in_for_tokens(folder: Path, reference: PreTrainedModel, chunk: int) -> None:
+def test_prompt_embeds_stand_in_for_tokens(two_ends: Path, reference: PreTrainedModel, chunk: int) -> None:
     table = reference.get_input_embeddings().weight.detach().numpy()
-    engine = Engine(folder, max_num_batched_tokens=chunk, max_num_seqs=4)
+    engine = ModelEngine(two_ends, max_num_batched_tokens=chunk, max_num_seqs=4)
     by_tokens = engine.add(PROMPT, GREEDY)
     by_embeds = engine.add([0] * len(PROMPT), GREEDY, embeds=table[PROMPT])
     outputs = engine.run()
     assert outputs[by_embeds].tokens == outputs[by_tokens].tokens
 
 
-def test_prompt_embeds_survive_preemption(folder: Path, reference: PreTrainedModel) -> None:
+def test_prompt_embeds_survive_preemption(two_ends: Path, reference: PreTrainedModel) -> None:
     table = reference.get_input_embeddings().weight.detach().numpy()
-    expected = one(folder, GREEDY).tokens
-    engine = Engine(folder, num_gpu_blocks_override=14, max_num_seqs=4, max_num_batched_tokens=8)
+    expected = one(two_ends, GREEDY).tokens
+    engine = ModelEngine(two_ends, num_gpu_blocks_override=14, max_num_seqs=4, max_num_batched_tokens=8)
     handles = [engine.add([0] * len(PROMPT), GREEDY, embeds=table[PROMPT]) for _ in range(4)]
     outputs = engine.run()
     assert engine.preempted
     assert [outputs[h].tokens for h in handles] == [expected] * 4
 
 
-def test_nan_rows_are_isolated_to_the_bit(tmp_path: Path, folder: Path) -> None:
+def test_nan_rows_are_isolated_to_the_bit(tmp_path: Path, two_ends: Path) -> None:
     """Token 200 has a NaN embedding: requests with it fail alone, all others see the same bits as without it."""
     from safetensors.torch import load_file, save_file
 
@@ -228,7 +228,7 @@ def test_nan_rows_are_isolated_to_the_bit(tmp_path: Path, folder: Path) -> None:
     params = replace(SAMPLED, logprobs=4)
 
     def run(third: int) -> list[Output]:
-        engine = Engine(ill, enable_prefix_caching=False, num_gpu_blocks_override=60)
+        engine = ModelEngine(ill, enable_prefix_caching=False, num_gpu_blocks_override=60)
         rounds: list[Output] = []
         for _ in range(3):  # freed blocks that held NaN are used again
             handles = [engine.add([10 + i, *PROMPT], params) for i in range(3)]
@@ -252,8 +252,8 @@ def test_nan_rows_are_isolated_to_the_bit(tmp_path: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mean", "last"])
 @pytest.mark.parametrize("chunk", [2048, 4])
-def test_embeddings(folder: Path, reference: PreTrainedModel, kind: str, chunk: int) -> None:
-    engine = Engine(folder, max_num_batched_tokens=chunk, max_num_seqs=4)
+def test_embeddings(two_ends: Path, reference: PreTrainedModel, kind: str, chunk: int) -> None:
+    engine = ModelEngine(two_ends, max_num_batched_tokens=chunk, max_num_seqs=4)
     prompts = [PROMPT, PROMPT[:1], PROMPT * 4]
     first = [engine.add(p, replace(GREEDY, max_tokens=1), pooling=kind) for p in prompts]
     beside = engine.add(PROMPT, GREEDY)
@@ -313,8 +313,8 @@ def pairwise_rows(seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def test_every_pair_of_options_runs_together(folder: Path) -> None:
-    engine = Engine(folder, max_num_seqs=16, num_gpu_blocks_override=60, max_num_batched_tokens=64)
+def test_every_pair_of_options_runs_together(two_ends: Path) -> None:
+    engine = ModelEngine(two_ends, max_num_seqs=16, num_gpu_blocks_override=60, max_num_batched_tokens=64)
     rows = pairwise_rows()
     handles, params = [], []
     for row in rows:
@@ -331,9 +331,9 @@ def test_every_pair_of_options_runs_together(folder: Path) -> None:
         assert asked.prompt_logprobs is None or outputs[handle].prompt_logprobs
 
 
-def test_attention_map(folder: Path, tmp_path: Path) -> None:
-    model = load_reference(folder)
-    engine = Engine(folder)
+def test_attention_map(two_ends: Path, tmp_path: Path) -> None:
+    model = load_reference(two_ends)
+    engine = ModelEngine(two_ends)
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([PROMPT]), output_attentions=True).attentions
     for layer, head in ((0, 0), (1, 5), (2, 2)):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.scheduler_driver import Driver, make_add
+from tests.support.scheduler_driver import SchedulerDriver, make_add
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.scripted_runner import Script, ScriptedRunner
@@ -18,7 +18,7 @@ from wavecore.transport.errors import ModelError
 
 
 def test_scripts_by_first_token_then_eos() -> None:
-    driver = Driver(Script(eos_token_id=2, scripts={"5": [7, 8, 9], "*": [1]}))
+    driver = SchedulerDriver(Script(eos_token_id=2, scripts={"5": [7, 8, 9], "*": [1]}))
     driver.add(0, [5, 1, 1], max_tokens=10)
     driver.add(1, [6], max_tokens=10)
     driver.run()
@@ -29,7 +29,7 @@ def test_reads_through_the_block_table() -> None:
     """Overwriting one cached position changes the next token."""
     tokens = []
     for damage in (False, True):
-        driver = Driver(Script(eos_token_id=[], num_blocks=8), async_scheduling=False)
+        driver = SchedulerDriver(Script(eos_token_id=[], num_blocks=8), async_scheduling=False)
         driver.add(0, [5] * 20, max_tokens=3, temperature=0.0)
         driver.step()
         if damage:

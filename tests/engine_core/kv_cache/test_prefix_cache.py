@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.support.scheduler_driver import Driver, make_add
+from tests.support.scheduler_driver import SchedulerDriver, make_add
 
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.startup.loader import choose_block_size
@@ -14,11 +14,11 @@ SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=256, num_host_bloc
 LONG = [int(t) for t in np.random.default_rng(0).integers(1, 97, 40)]
 
 
-def driver(**config: object) -> Driver:
-    return Driver(SCRIPT, **{"block_size": 4, "num_gpu_blocks_override": 100, **config})
+def driver(**config: object) -> SchedulerDriver:
+    return SchedulerDriver(SCRIPT, **{"block_size": 4, "num_gpu_blocks_override": 100, **config})
 
 
-def cached(d: Driver, handle: int) -> int:
+def cached(d: SchedulerDriver, handle: int) -> int:
     return int(d.extras[handle]["cached_tokens"])
 
 
@@ -168,7 +168,7 @@ def test_a_block_is_copied_to_the_host_once_and_before_anybody_needs_its_place()
 
 def test_the_host_forgets_blocks_of_a_request_that_went_wrong() -> None:
     script = Script(vocab_size=97, eos_token_id=[], num_host_blocks=40, faults={"nan_token": 96})
-    d = Driver(script, block_size=4, num_gpu_blocks_override=100, swap_space_gib=1.0, max_num_seqs=8)
+    d = SchedulerDriver(script, block_size=4, num_gpu_blocks_override=100, swap_space_gib=1.0, max_num_seqs=8)
     d.add(0, LONG[1:], max_tokens=3)
     d.add(1, [96, *LONG], max_tokens=3)
     d.run()
@@ -177,7 +177,7 @@ def test_the_host_forgets_blocks_of_a_request_that_went_wrong() -> None:
 
 
 def test_swapping_that_does_not_pay_is_not_done() -> None:
-    d = Driver(
+    d = SchedulerDriver(
         Script(vocab_size=97, eos_token_id=[], num_host_blocks=40, swap_block_seconds=10.0),
         block_size=4, num_gpu_blocks_override=9, max_num_seqs=8, swap_space_gib=1.0,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.scheduler_driver import Driver, make_add
+from tests.support.scheduler_driver import SchedulerDriver, make_add
 
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.request import Request
@@ -17,9 +17,9 @@ SCRIPT = Script(max_model_len=64, num_blocks=100, vocab_size=100, hidden_size=4,
 
 
 def admit(
-    prompt: list[int], options: dict[str, Any] | None = None, driver: Driver | None = None, **params: Any
+    prompt: list[int], options: dict[str, Any] | None = None, driver: SchedulerDriver | None = None, **params: Any
 ) -> Request:
-    return (driver or Driver(SCRIPT)).core.admit(make_add(7, prompt, options, **params))
+    return (driver or SchedulerDriver(SCRIPT)).core.admit(make_add(7, prompt, options, **params))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_refused(field: str, prompt: list[int], options: dict[str, Any], params:
 
 
 def test_a_frame_that_is_no_prompt_is_refused() -> None:
-    driver = Driver(SCRIPT)
+    driver = SchedulerDriver(SCRIPT)
     for frame in (
         TensorFrame("int64", (1,), bytes(8)),
         TensorFrame("int32", (1, 1), bytes(4)),
@@ -71,7 +71,7 @@ def test_a_frame_that_is_no_prompt_is_refused() -> None:
 
 def test_context_length_is_used_to_the_last_token() -> None:
     """The longest prompt gives one token; one more is refused with both numbers."""
-    driver = Driver(SCRIPT)
+    driver = SchedulerDriver(SCRIPT)
     driver.add(0, [1] * 63, max_tokens=50, ignore_eos=True)
     driver.run()
     assert len(driver.outputs[0]) == 1 and driver.finish[0] is FinishReason.LENGTH
@@ -83,14 +83,14 @@ def test_context_length_is_used_to_the_last_token() -> None:
 
 def test_a_prompt_larger_than_the_cache_is_refused_with_both_numbers() -> None:
     """At the door, not after waiting for blocks that can never be free."""
-    driver = Driver(SCRIPT, num_gpu_blocks_override=3)
+    driver = SchedulerDriver(SCRIPT, num_gpu_blocks_override=3)
     with pytest.raises(ValidationError, match=r"40 tokens.*whole KV cache holds 32"):
         admit([1] * 40, driver=driver)
 
 
 def test_output_longer_than_the_cache_ends_by_length() -> None:
     """It ends with what fits instead of preempting itself for ever."""
-    driver = Driver(SCRIPT, num_gpu_blocks_override=3)
+    driver = SchedulerDriver(SCRIPT, num_gpu_blocks_override=3)
     driver.add(0, [1] * 10, max_tokens=1_000_000, ignore_eos=True)
     driver.run()
     assert len(driver.outputs[0]) == 22 and driver.finish[0] is FinishReason.LENGTH
@@ -98,7 +98,7 @@ def test_output_longer_than_the_cache_ends_by_length() -> None:
 
 
 def test_without_chunked_prefill_a_prompt_must_fit_into_a_step() -> None:
-    driver = Driver(SCRIPT, enable_chunked_prefill=False, max_num_batched_tokens=16, max_num_seqs=4)
+    driver = SchedulerDriver(SCRIPT, enable_chunked_prefill=False, max_num_batched_tokens=16, max_num_seqs=4)
     with pytest.raises(ValidationError, match=r"17 tokens.*at most 16"):
         admit([1] * 17, driver=driver)
     for handle in range(6):
@@ -109,14 +109,14 @@ def test_without_chunked_prefill_a_prompt_must_fit_into_a_step() -> None:
 
 def test_seed_is_fresh_without_one_and_stable_with_a_base() -> None:
     assert admit([1]).params.seed != admit([1]).params.seed
-    one, two = (admit([1], driver=Driver(SCRIPT, seed=5)).params.seed for _ in range(2))
+    one, two = (admit([1], driver=SchedulerDriver(SCRIPT, seed=5)).params.seed for _ in range(2))
     assert one == two and one is not None
-    assert admit([2], driver=Driver(SCRIPT, seed=5)).params.seed != one
+    assert admit([2], driver=SchedulerDriver(SCRIPT, seed=5)).params.seed != one
     assert admit([1], seed=-4).params.seed == -4
 
 
 def test_prompt_embeds_are_checked_and_widened() -> None:
-    driver = Driver(SCRIPT)
+    driver = SchedulerDriver(SCRIPT)
     half = np.array([[1.0, -2.0, 0.5, 0.0]] * 2, np.float32)
     bits = (half.view(np.uint32) >> 16).astype(np.uint16)
     good = TensorFrame("bfloat16", (2, 4), bits.tobytes())
@@ -137,7 +137,7 @@ def test_prompt_embeds_are_checked_and_widened() -> None:
 
 
 def test_the_queue_is_bounded_in_requests_and_bytes() -> None:
-    driver = Driver(SCRIPT, max_num_queued_reqs=3, max_num_seqs=1, max_num_queued_bytes=1000)
+    driver = SchedulerDriver(SCRIPT, max_num_queued_reqs=3, max_num_seqs=1, max_num_queued_bytes=1000)
     driver.add(0, [1, 2], n=2)
     driver.add(2, [1, 2])
     with pytest.raises(Overloaded, match="max_num_queued_reqs 3"):
@@ -154,7 +154,7 @@ def test_the_queue_is_bounded_in_requests_and_bytes() -> None:
 
 
 def test_a_draining_engine_takes_nothing_new_and_finishes_the_rest() -> None:
-    driver = Driver(SCRIPT)
+    driver = SchedulerDriver(SCRIPT)
     driver.add(0, [1, 2], max_tokens=30, ignore_eos=True, seed=3)
     driver.step()
     driver.core.drain()

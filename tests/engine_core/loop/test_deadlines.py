@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.scheduler_driver import Clock, Driver
+from tests.support.scheduler_driver import Clock, SchedulerDriver
 
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.transport.wire.messages import FinishReason
@@ -13,8 +13,8 @@ from wavecore.transport.wire.messages import FinishReason
 SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=512)
 
 
-def make(clock: Clock, **config: Any) -> Driver:
-    return Driver(SCRIPT, clock=clock, max_num_seqs=1, **config)
+def make(clock: Clock, **config: Any) -> SchedulerDriver:
+    return SchedulerDriver(SCRIPT, clock=clock, max_num_seqs=1, **config)
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -7,7 +7,7 @@ import logging
 import re
 
 import pytest
-from tests.support.scheduler_driver import Driver
+from tests.support.scheduler_driver import SchedulerDriver
 
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.loop import stats
@@ -16,8 +16,8 @@ from wavecore.transport.errors import ValidationError
 SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=512)
 
 
-def busy(**config: object) -> Driver:
-    driver = Driver(SCRIPT, **{"max_num_seqs": 1, **config})
+def busy(**config: object) -> SchedulerDriver:
+    driver = SchedulerDriver(SCRIPT, **{"max_num_seqs": 1, **config})
     driver.add(0, [1] * 40, max_tokens=9, n=2)
     driver.add(2, [2] * 5, max_tokens=9)
     driver.add(3, [2] * 6, max_tokens=9)
@@ -44,7 +44,7 @@ def test_why_is_my_request_waiting() -> None:
 
 
 def test_a_request_without_room_says_how_much_is_missing() -> None:
-    driver = Driver(SCRIPT, block_size=4, num_gpu_blocks_override=11)
+    driver = SchedulerDriver(SCRIPT, block_size=4, num_gpu_blocks_override=11)
     driver.add(0, [1] * 30, max_tokens=9)
     driver.add(1, [2] * 30, max_tokens=9)
     driver.step()
@@ -75,7 +75,7 @@ def test_unknown_calls_and_arguments_are_refused() -> None:
 
 
 def test_the_trace_keeps_the_last_thousand_turns() -> None:
-    driver = Driver(SCRIPT, check=False)
+    driver = SchedulerDriver(SCRIPT, check=False)
     for handle in range(1200):
         driver.add(handle, [1, 2], max_tokens=1)
         driver.step()

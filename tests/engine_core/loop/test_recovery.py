@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from tests.support.scheduler_driver import Driver, make_add
+from tests.support.scheduler_driver import SchedulerDriver, make_add
 
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.loop.recovery import Row, most_demanding
 from wavecore.transport.wire.messages import TensorFrame
 
-DRIVER = Driver(Script(vocab_size=50_000, eos_token_id=[], hidden_size=64))
+DRIVER = SchedulerDriver(Script(vocab_size=50_000, eos_token_id=[], hidden_size=64))
 INFO = DRIVER.runner.info
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
-from tests.support.model_driver import Driver, load
+from tests.support.model_driver import ModelDriver, load
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 
@@ -82,7 +82,7 @@ def test_equal_to_transformers(tmp_path: Path, case: str) -> None:
     folder = make(tmp_path / "model", case)
     model = load_reference(folder)
     asked = prompts(8)
-    driver = Driver(load(folder))
+    driver = ModelDriver(load(folder))
     whole = driver.run([driver.add(p, 24, i) for i, p in enumerate(asked)])
     for prompt, ours in zip(asked, whole, strict=True):
         assert_greedy(model, prompt, ours, case)
@@ -109,7 +109,7 @@ def test_dynamic_scaling_past_the_limit_token_by_token(tmp_path: Path) -> None:
     folder = save_model(
         tmp_path / "model", make_config("Llama", max_position_embeddings=24, rope_parameters=rope), scale=0.3
     )
-    model, driver = load_reference(folder), Driver(load(folder))
+    model, driver = load_reference(folder), ModelDriver(load(folder))
     assert driver.runner.info.max_model_len == 96
     for slot, prompt in enumerate(prompts(4)):
         prompt = prompt[:20]
@@ -129,9 +129,9 @@ def test_long_rope_past_the_original_length(tmp_path: Path) -> None:
     changes = {"original_max_position_embeddings": 32, "max_position_embeddings": 128, "rope_parameters": LONG}
     config = make_config("Phi3", hidden_size=384, **changes)
     folder = save_model(tmp_path / "model", config, scale=0.08)
-    model, driver = load_reference(folder), Driver(load(folder))
+    model, driver = load_reference(folder), ModelDriver(load(folder))
     for slot, prompt in enumerate(prompts(4)):
         prompt = prompt * 40
         assert_greedy(model, prompt[:40], driver.run([driver.add(prompt[:40], 20, slot)])[0])
-    short = Driver(load(folder, max_model_len=32))
+    short = ModelDriver(load(folder, max_model_len=32))
     assert_greedy(model, [1, 2, 3], short.run([short.add([1, 2, 3], 20, 0)])[0])

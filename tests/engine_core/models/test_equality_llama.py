@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
-from tests.support.model_driver import Driver, load
-from tests.support.model_engine import Engine
+from tests.support.model_driver import ModelDriver, load
+from tests.support.model_engine import ModelEngine
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 
@@ -33,13 +33,13 @@ def test_ragged_batch_chunks_and_preemption(tmp_path: Path, shape: str) -> None:
     model = load_reference(folder)
     asked = prompts(24, 70)
 
-    whole = Driver(load(folder))
+    whole = ModelDriver(load(folder))
     outputs = whole.run([whole.add(p, 16, i) for i, p in enumerate(asked)])
     for prompt, ours in zip(asked, outputs, strict=True):
         assert_greedy(model, prompt, ours, shape)
     assert len({tuple(o) for o in outputs}) > 12, "the model must not say the same to everything"
 
-    chunked = Driver(load(folder))
+    chunked = ModelDriver(load(folder))
     sequences = [chunked.add(p, 16, i) for i, p in enumerate(asked)]
     draw = random.Random(1)
 
@@ -58,7 +58,7 @@ def test_through_the_engine_with_a_cache_so_small_that_it_preempts(
 ) -> None:
     folder = save_model(tmp_path / "model", make_config("Llama"))
     model = load_reference(folder)
-    engine = Engine(
+    engine = ModelEngine(
         folder,
         max_num_batched_tokens=32,
         max_num_seqs=16,

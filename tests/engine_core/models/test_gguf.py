@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType
+from tests.engine_core.models.gguf_files import VOCAB, write_gguf
 from tests.support.checkpoints import assert_greedy, prompts
-from tests.support.gguf_files import VOCAB, write_model
-from tests.support.model_driver import Driver, load
+from tests.support.model_driver import ModelDriver, load
 
 from wavecore.engine_core.api.gguf_file import SUPPORTED, read_gguf
 from wavecore.transport.errors import ModelError, NotSupportedError
@@ -24,12 +24,12 @@ CASES += [(arch, kind) for arch in ("qwen2", "qwen3") for kind in ("F32", "Q4_0"
 
 @pytest.mark.parametrize(("arch", "kind"), CASES)
 def test_equal_to_transformers(tmp_path: Path, arch: str, kind: str) -> None:
-    path = write_model(tmp_path / "model.gguf", arch, GGMLQuantizationType[kind])
+    path = write_gguf(tmp_path / "model.gguf", arch, GGMLQuantizationType[kind])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     asked = prompts(6, 30, vocab=VOCAB)
-    driver = Driver(load(path))
+    driver = ModelDriver(load(path))
     outputs = driver.run([driver.add(p, 12, i) for i, p in enumerate(asked)])
     for prompt, ours in zip(asked, outputs, strict=True):
         assert_greedy(model, prompt, ours, f"{arch} {kind}")
@@ -41,18 +41,18 @@ def test_scaled_rotary_frequencies(tmp_path: Path, how: str) -> None:
     """transformers' GGUF load passes over both, so its frequencies are scaled here."""
     factors = np.linspace(1, 8, 32, dtype=np.float32) if how == "factors" else np.full(32, 4, np.float32)
     scaling = {"rope_factors": factors} if how == "factors" else {"linear_scaling": 4.0}
-    path = write_model(tmp_path / "model.gguf", "llama", GGMLQuantizationType.F32, **scaling)
-    plain = write_model(tmp_path / "plain.gguf", "llama", GGMLQuantizationType.F32)
+    path = write_gguf(tmp_path / "model.gguf", "llama", GGMLQuantizationType.F32, **scaling)
+    plain = write_gguf(tmp_path / "plain.gguf", "llama", GGMLQuantizationType.F32)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=plain.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     model.model.rotary_emb.inv_freq /= torch.from_numpy(factors)
-    driver, prompt = Driver(load(path)), list(range(40, 80))
+    driver, prompt = ModelDriver(load(path)), list(range(40, 80))
     assert_greedy(model, prompt, driver.run([driver.add(prompt, 30, 0)])[0])
 
 
 def test_what_the_header_says(tmp_path: Path) -> None:
-    runner = load(write_model(tmp_path / "model.gguf", "llama", GGMLQuantizationType.Q8_0))
+    runner = load(write_gguf(tmp_path / "model.gguf", "llama", GGMLQuantizationType.Q8_0))
     assert runner.info.eos_token_ids == (2,)
     assert runner.info.max_model_len == 128
     assert runner.info.vocab_size == VOCAB
@@ -60,10 +60,10 @@ def test_what_the_header_says(tmp_path: Path) -> None:
 
 
 def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "a.gguf", "mamba", GGMLQuantizationType.F32)
+    path = write_gguf(tmp_path / "a.gguf", "mamba", GGMLQuantizationType.F32)
     with pytest.raises(NotSupportedError, match="mamba"):
         load(path)
-    path = write_model(tmp_path / "b.gguf", "llama", GGMLQuantizationType.Q8_0)
+    path = write_gguf(tmp_path / "b.gguf", "llama", GGMLQuantizationType.Q8_0)
     data = path.read_bytes()
     at = data.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 16
     path.write_bytes(data[:at] + struct.pack("<I", GGMLQuantizationType.IQ2_XS) + data[at + 4 :])
@@ -72,7 +72,7 @@ def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> No
 
 
 def test_truncated_anywhere_names_the_file(tmp_path: Path) -> None:
-    whole = write_model(tmp_path / "whole.gguf", "llama", GGMLQuantizationType.Q4_0).read_bytes()
+    whole = write_gguf(tmp_path / "whole.gguf", "llama", GGMLQuantizationType.Q4_0).read_bytes()
     cut = tmp_path / "cut.gguf"
     draw = random.Random(0)
     for size in [0, 3, 4, 12, 24, 40, len(whole) - 1, *(draw.randrange(4000) for _ in range(40))]:
@@ -82,7 +82,7 @@ def test_truncated_anywhere_names_the_file(tmp_path: Path) -> None:
 
 
 def test_random_damage_to_the_header_is_an_error_or_a_sound_file(tmp_path: Path) -> None:
-    whole = write_model(tmp_path / "whole.gguf", "llama", GGMLQuantizationType.Q4_0).read_bytes()
+    whole = write_gguf(tmp_path / "whole.gguf", "llama", GGMLQuantizationType.Q4_0).read_bytes()
     path = tmp_path / "damaged.gguf"
     draw = random.Random(0)
     for _ in range(300):
@@ -115,7 +115,7 @@ def test_counts_that_lie_cost_nothing(tmp_path: Path, count: int, what: str) -> 
 
 
 def test_a_tensor_missing_unknown_or_of_another_shape(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m.gguf", "llama", GGMLQuantizationType.F16)
+    path = write_gguf(tmp_path / "m.gguf", "llama", GGMLQuantizationType.F16)
     data = path.read_bytes()
     path.write_bytes(data.replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_xx.weight"))
     with pytest.raises(ModelError, match=r"m\.gguf.*blk\.0\.ffn_xx\.weight"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from tests.support.checkpoints import assert_greedy
-from tests.support.model_engine import Engine
+from tests.support.model_engine import ModelEngine
 from transformers import PreTrainedModel
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ def reference(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTra
 
 def test_ten_prompts_equal_to_transformers(path: Path) -> None:
     tokenizer, prompts = prompts_of(path)
-    engine = Engine(path, block_size=16, num_gpu_blocks_override=200, max_num_batched_tokens=64)
+    engine = ModelEngine(path, block_size=16, num_gpu_blocks_override=200, max_num_batched_tokens=64)
     outputs = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True))
     assert "Paris" in tokenizer.decode(outputs[0])
     model = reference(path, torch.float32)
@@ -69,14 +69,14 @@ def test_ten_prompts_equal_to_transformers(path: Path) -> None:
 def test_bfloat16_agrees_as_well_as_two_attentions_of_transformers(path: Path) -> None:
     """Teacher-forced on float32's answers: argmax agreement at least that of sdpa with eager, minus one point."""
     _, prompts = prompts_of(path)
-    writer = Engine(path, block_size=16, num_gpu_blocks_override=200)
+    writer = ModelEngine(path, block_size=16, num_gpu_blocks_override=200)
     answers = writer.generate(prompts, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     sdpa, eager = (
         [model(input_ids=torch.tensor([text]), use_cache=False).logits[0, :-1].argmax(-1).numpy() for text in texts]
         for model in (reference(path, torch.bfloat16, kind) for kind in ("sdpa", "eager"))
     )
-    engine = Engine(path, dtype="bfloat16", block_size=16, num_gpu_blocks_override=200, max_num_batched_tokens=100)
+    engine = ModelEngine(path, dtype="bfloat16", block_size=16, num_gpu_blocks_override=200, max_num_batched_tokens=100)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=1, prompt_logprobs=1)
     handles = [engine.add(text, params) for text in texts]
     outputs = engine.run()

@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.scheduler_driver import Clock, Driver, make_add
+from tests.support.scheduler_driver import Clock, SchedulerDriver, make_add
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.scripted_runner import Script
@@ -32,7 +32,7 @@ def test_hybrid_order_is_that_of_aged_priorities_at_any_time(
 
 
 def test_queue_against_a_sorted_list() -> None:
-    driver = Driver(SCRIPT)
+    driver = SchedulerDriver(SCRIPT)
     rng = random.Random(5)
     queue = WaitingQueue()
     model = []
@@ -53,7 +53,7 @@ def test_queue_against_a_sorted_list() -> None:
 
 @pytest.mark.parametrize(("policy", "first"), [("fcfs", [0, 1, 2, 3]), ("priority", [2, 0, 1, 3])])
 def test_waiting_order(policy: str, first: list[int]) -> None:
-    driver = Driver(SCRIPT, max_num_seqs=1, scheduling_policy=policy)
+    driver = SchedulerDriver(SCRIPT, max_num_seqs=1, scheduling_policy=policy)
     for handle, priority in enumerate((0, 0, -1, 1)):
         driver.add(handle, [1 + handle] * 5, {"priority": priority}, max_tokens=3)
     driver.run()
@@ -63,7 +63,7 @@ def test_waiting_order(policy: str, first: list[int]) -> None:
 @pytest.mark.parametrize("policy", ["priority", "hybrid"])
 def test_an_urgent_arrival_pushes_out_a_running_request(policy: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "wavecore")
-    driver = Driver(SCRIPT, max_num_seqs=2, scheduling_policy=policy, ageing_seconds=1e6)
+    driver = SchedulerDriver(SCRIPT, max_num_seqs=2, scheduling_policy=policy, ageing_seconds=1e6)
     for handle in range(2):
         driver.add(handle, [1 + handle] * 20, {"priority": 5}, max_tokens=100)
     for _ in range(10):
@@ -78,7 +78,7 @@ def test_an_urgent_arrival_pushes_out_a_running_request(policy: str, caplog: pyt
 
 
 def test_equal_priority_pushes_nobody_out() -> None:
-    driver = Driver(SCRIPT, max_num_seqs=2, scheduling_policy="priority")
+    driver = SchedulerDriver(SCRIPT, max_num_seqs=2, scheduling_policy="priority")
     for handle in range(3):
         driver.add(handle, [1 + handle] * 20, {"priority": 1}, max_tokens=20)
     driver.run()
@@ -87,7 +87,7 @@ def test_equal_priority_pushes_nobody_out() -> None:
 
 def test_an_urgent_request_that_cannot_fit_costs_nobody_its_place() -> None:
     """Pushing out the one that it outranks would not free enough blocks."""
-    driver = Driver(SCRIPT, block_size=4, num_gpu_blocks_override=21, scheduling_policy="priority")
+    driver = SchedulerDriver(SCRIPT, block_size=4, num_gpu_blocks_override=21, scheduling_policy="priority")
     driver.add(0, [1] * 50, {"priority": 0}, max_tokens=6)
     driver.add(1, [2] * 7, {"priority": 5}, max_tokens=5)
     driver.step()
@@ -98,7 +98,9 @@ def test_an_urgent_request_that_cannot_fit_costs_nobody_its_place() -> None:
 
 
 def test_nobody_is_pushed_out_for_a_reserve_or_for_blocks_that_others_hold() -> None:
-    driver = Driver(SCRIPT, block_size=4, num_gpu_blocks_override=21, watermark=0.3, scheduling_policy="priority")
+    driver = SchedulerDriver(
+        SCRIPT, block_size=4, num_gpu_blocks_override=21, watermark=0.3, scheduling_policy="priority"
+    )
     driver.add(0, [1] * 20, {"priority": 0}, max_tokens=30)
     driver.add(1, [1] * 20 + [2] * 4, {"priority": 5}, max_tokens=4)  # five of its six blocks are shared
     driver.step()
@@ -111,7 +113,9 @@ def test_nobody_is_pushed_out_for_a_reserve_or_for_blocks_that_others_hold() -> 
 
 
 def test_the_one_that_others_made_room_for_may_use_the_reserve() -> None:
-    driver = Driver(SCRIPT, block_size=4, num_gpu_blocks_override=21, watermark=0.3, scheduling_policy="priority")
+    driver = SchedulerDriver(
+        SCRIPT, block_size=4, num_gpu_blocks_override=21, watermark=0.3, scheduling_policy="priority"
+    )
     driver.add(0, [1] * 20, {"priority": 0}, max_tokens=60)
     driver.add(1, [2] * 20, {"priority": 5}, max_tokens=12)
     for _ in range(4):
@@ -123,7 +127,7 @@ def test_the_one_that_others_made_room_for_may_use_the_reserve() -> None:
 
 
 def test_the_more_urgent_prompt_gets_the_budget_first() -> None:
-    driver = Driver(SCRIPT, max_num_batched_tokens=32, max_num_seqs=8, scheduling_policy="priority")
+    driver = SchedulerDriver(SCRIPT, max_num_batched_tokens=32, max_num_seqs=8, scheduling_policy="priority")
     for handle in range(4):
         driver.add(handle, [1 + handle] * 300, {"priority": 5}, max_tokens=2)
     for _ in range(4):
@@ -138,7 +142,7 @@ def test_priority_can_starve_and_hybrid_cannot() -> None:
     started = {}
     for policy in ("priority", "hybrid"):
         clock = Clock()
-        driver = Driver(SCRIPT, clock=clock, max_num_seqs=1, scheduling_policy=policy, ageing_seconds=1.0)
+        driver = SchedulerDriver(SCRIPT, clock=clock, max_num_seqs=1, scheduling_policy=policy, ageing_seconds=1.0)
         driver.add(0, [1, 2, 3], {"priority": 5}, max_tokens=2)
         for handle in range(1, 120):
             driver.add(handle, [4, 5, 6], {"priority": 0}, max_tokens=2)

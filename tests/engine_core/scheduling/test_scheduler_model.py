@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.scheduler_driver import Driver
+from tests.support.scheduler_driver import SchedulerDriver
 
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.transport.wire.messages import FinishReason
@@ -54,12 +54,12 @@ requests = st.fixed_dictionaries(
 )
 
 
-def play(config: dict[str, Any], plans: list[dict[str, Any]]) -> Driver:
+def play(config: dict[str, Any], plans: list[dict[str, Any]]) -> SchedulerDriver:
     faults = {"oom_at_steps": config["oom_at_steps"]}
     lag = config["transfer_steps"]
     script = Script(vocab_size=VOCAB, num_host_blocks=6, max_model_len=48, transfer_steps=lag, faults=faults)
     scripted = ("oom_at_steps", "transfer_steps")
-    driver = Driver(script, **{name: value for name, value in config.items() if name not in scripted})
+    driver = SchedulerDriver(script, **{name: value for name, value in config.items() if name not in scripted})
     handles: dict[int, dict[str, Any]] = {i * 8: plan for i, plan in enumerate(plans)}
     last = max((max(p["at"], p["abort_at"] or 0) for p in plans), default=0)
     for now in range(last + 1):
@@ -76,7 +76,7 @@ def play(config: dict[str, Any], plans: list[dict[str, Any]]) -> Driver:
     return driver
 
 
-def judge(driver: Driver, plans: list[dict[str, Any]]) -> None:
+def judge(driver: SchedulerDriver, plans: list[dict[str, Any]]) -> None:
     for i, plan in enumerate(plans):
         for handle in range(i * 8, i * 8 + plan["n"]):
             tokens, finish = driver.expected(handle)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from tests.support.scheduler_driver import CLIENT, Driver, make_add
+from tests.support.scheduler_driver import CLIENT, SchedulerDriver, make_add
 
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.plan import OutOfMemory, StepPlan, StepResult
@@ -25,8 +25,8 @@ def prompt(seed: int, length: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(1, 97, length)]
 
 
-def small(script: Script = SCRIPT, **config: Any) -> Driver:
-    return Driver(script, **{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, **config})
+def small(script: Script = SCRIPT, **config: Any) -> SchedulerDriver:
+    return SchedulerDriver(script, **{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, **config})
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -85,7 +85,7 @@ def test_a_swapped_request_may_end_before_its_copy_is_done(caching: bool) -> Non
         assert (driver.outputs[handle], driver.finish[handle]) == driver.expected(handle)
 
 
-def swapped_out(driver: Driver) -> None:
+def swapped_out(driver: SchedulerDriver) -> None:
     """Request 0 is in host memory, 1 and 2 run."""
     driver.add(0, prompt(0, 20), {"priority": 5}, max_tokens=18)
     driver.add(1, prompt(1, 3), {"priority": 1}, max_tokens=40)
@@ -96,7 +96,7 @@ def swapped_out(driver: Driver) -> None:
     assert driver.core.requests.totals.swapped_tokens > 20
 
 
-def step_until(driver: Driver, handle: int, state: State) -> None:
+def step_until(driver: SchedulerDriver, handle: int, state: State) -> None:
     for _ in range(100):
         if driver.core.requests.by_client[CLIENT][handle].state is state:
             return
@@ -323,7 +323,7 @@ def test_the_last_in_line_skips_a_step_rather_than_losing_its_blocks() -> None:
 def test_stop_rules() -> None:
     """Stop ids and eos end with the token that stopped it; not before min_tokens; eos may be ignored."""
     script = Script(vocab_size=50, eos_token_id=[7, 8], scripts={"1": [5, 8, 6, 9, 4, 7, 3]})
-    driver = Driver(script)
+    driver = SchedulerDriver(script)
     driver.add(0, [1], max_tokens=10)
     driver.add(1, [1], max_tokens=10, ignore_eos=True, stop_token_ids=[9])
     driver.add(2, [1], max_tokens=10, min_tokens=2)
@@ -353,7 +353,7 @@ def test_one_request_with_many_stop_ids_costs_others_nothing_once_it_left() -> N
 
 def test_a_faulty_row_ends_alone_and_leaves_the_prefix_cache() -> None:
     """NaN in one row: that request fails, and its blocks are found by nobody."""
-    driver = Driver(Script(eos_token_id=[], faults={"nan_token": 66}), block_size=4)
+    driver = SchedulerDriver(Script(eos_token_id=[], faults={"nan_token": 66}), block_size=4)
     driver.add(0, [66, 1, 2, 3, 4], max_tokens=5)
     driver.add(1, [1, 2, 3, 4, 5], max_tokens=5)
     driver.run()
@@ -369,7 +369,9 @@ def test_a_faulty_row_ends_alone_and_leaves_the_prefix_cache() -> None:
 def test_one_request_breaks_a_step_and_ends_alone(asynchronous: bool) -> None:
     """The others are computed again and give the same tokens."""
     script = Script(eos_token_id=[], num_host_blocks=9, faults={"request_fault_token": 66})
-    driver = Driver(script, block_size=4, num_gpu_blocks_override=12, swap_space_gib=1.0, async_scheduling=asynchronous)
+    driver = SchedulerDriver(
+        script, block_size=4, num_gpu_blocks_override=12, swap_space_gib=1.0, async_scheduling=asynchronous
+    )
     for handle in range(4):
         driver.add(handle, [1 + handle] * 6, max_tokens=12)
     for _ in range(5):
@@ -381,7 +383,7 @@ def test_one_request_breaks_a_step_and_ends_alone(asynchronous: bool) -> None:
     driver.check_all()
 
 
-def sizes(driver: Driver) -> list[tuple[int, int]]:
+def sizes(driver: SchedulerDriver) -> list[tuple[int, int]]:
     """Tokens of each step and the budget it was planned with, until all is done."""
     seen: list[tuple[int, int]] = []
     while driver.core.has_work:
@@ -402,7 +404,7 @@ def test_out_of_memory_once_halves_the_steps_for_a_while() -> None:
     assert budgets[0] == 16 and min(budgets) == 8 and budgets[-1] == 16
 
 
-def fit_at_most(driver: Driver, tokens: int) -> None:
+def fit_at_most(driver: SchedulerDriver, tokens: int) -> None:
     """Larger steps run out of memory, however often they are tried."""
     run = driver.runner.run
 
@@ -442,7 +444,7 @@ def test_the_first_in_line_moves_however_small_the_steps_become() -> None:
 def test_out_of_memory_again_ends_whose_options_made_the_step_big() -> None:
     """Not the longest: a client that asks for much pays for it."""
     script = Script(eos_token_id=[], faults={"oom_token": 66})
-    driver = Driver(script, max_num_batched_tokens=512)
+    driver = SchedulerDriver(script, max_num_batched_tokens=512)
     for handle in range(4):
         driver.add(handle, [1 + handle] * 60, max_tokens=12, logprobs=1 if handle == 2 else None)
     driver.add(9, [66] * 20, max_tokens=12, prompt_logprobs=5, logprobs=5)
@@ -456,7 +458,7 @@ def test_out_of_memory_again_ends_whose_options_made_the_step_big() -> None:
 
 def test_nobody_is_blamed_while_steps_are_large() -> None:
     """A prompt makes them so, not the log-probabilities of a few tokens."""
-    driver = Driver(replace(SCRIPT, max_model_len=8192, num_blocks=600), check=False)
+    driver = SchedulerDriver(replace(SCRIPT, max_model_len=8192, num_blocks=600), check=False)
     fit_at_most(driver, 300)
     for handle in range(3):
         driver.add(handle, prompt(handle, 3), max_tokens=40, logprobs=1)
@@ -467,7 +469,7 @@ def test_nobody_is_blamed_while_steps_are_large() -> None:
 
 def test_a_prompt_of_thousands_of_small_steps_ends() -> None:
     """Larger steps are tried now and then, and each time that they fail it begins again: not for ever."""
-    driver = Driver(replace(SCRIPT, max_model_len=4096), check=False)
+    driver = SchedulerDriver(replace(SCRIPT, max_model_len=4096), check=False)
     fit_at_most(driver, 1)
     driver.add(0, prompt(0, 1500), max_tokens=2)
     driver.run()
@@ -478,7 +480,7 @@ def test_a_prompt_of_thousands_of_small_steps_ends() -> None:
 def test_a_request_that_runs_out_of_memory_alone_ends(asynchronous: bool) -> None:
     """Without options to blame steps shrink until it is alone: nobody else ends."""
     script = Script(eos_token_id=[], faults={"oom_token": 66})
-    driver = Driver(script, max_num_batched_tokens=512, async_scheduling=asynchronous)
+    driver = SchedulerDriver(script, max_num_batched_tokens=512, async_scheduling=asynchronous)
     for handle in range(4):
         driver.add(handle, [1 + handle] * 6, max_tokens=12)
     driver.add(9, [66] * 4, max_tokens=12)
@@ -516,7 +518,7 @@ def test_a_step_budget_shrinks_at_once_and_grows_back_slowly() -> None:
 
 
 def test_any_other_exception_leaves_the_core() -> None:
-    driver = Driver(Script(faults={"raise_at_step": 1}), async_scheduling=False)
+    driver = SchedulerDriver(Script(faults={"raise_at_step": 1}), async_scheduling=False)
     driver.add(0, [1], max_tokens=5, ignore_eos=True)
     driver.step()
     with pytest.raises(RuntimeError, match="told to raise"):
@@ -576,7 +578,7 @@ def test_logprobs_of_several_clients_in_one_step_stay_with_their_rows() -> None:
 
 def test_a_steady_step_touches_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """No block is crossed, nobody comes or ends: columns alone."""
-    driver = Driver(SCRIPT, check=False, block_size=128, num_gpu_blocks_override=100)
+    driver = SchedulerDriver(SCRIPT, check=False, block_size=128, num_gpu_blocks_override=100)
     for handle in range(32):
         driver.add(handle, prompt(handle, 10), max_tokens=60)
     for _ in range(5):
@@ -635,7 +637,7 @@ def test_a_request_that_claims_handles_of_others_is_refused() -> None:
 @pytest.mark.parametrize("count", [2_000, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_nothing_grows_with_the_number_of_requests(count: int) -> None:
     """Maps, queues, pools and memory are as large after many requests as their bounds say."""
-    driver = Driver(SCRIPT, check=False, block_size=4, num_gpu_blocks_override=40, max_num_seqs=8)
+    driver = SchedulerDriver(SCRIPT, check=False, block_size=4, num_gpu_blocks_override=40, max_num_seqs=8)
     rng = random.Random(1)
     process = psutil.Process()
     before = 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.support.model_engine import Engine
+from tests.support.model_engine import ModelEngine
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -194,7 +194,7 @@ def test_warm_up_leaves_no_trace(tiny_llama: Path, sizes: tuple[int, int, int | 
     """It is for CUDA, where it measures memory and compiles; the plans are the same everywhere."""
     seqs, tokens, length = sizes
     limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_model_len": length}
-    fresh, warmed = Engine(tiny_llama, **limits), Engine(tiny_llama, **limits)
+    fresh, warmed = ModelEngine(tiny_llama, **limits), ModelEngine(tiny_llama, **limits)
     runner: Any = warmed.runner
     if padded:
         runner.bucket_limits = (tokens, seqs)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.frontend.client.fake_engine import FakePump, World
+from tests.support.waiting import until
 
 from wavecore.frontend.client import in_flight
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
@@ -312,10 +312,7 @@ def test_restarted_engine_is_followed_to_a_new_address(world: World) -> None:
     world.kill(0)
     moved = replace(world.deployment.value.engines[0], input="tcp://127.0.0.1:5", output="tcp://127.0.0.1:6")
     world.deployment.value = replace(world.deployment.value, engines=(moved,))
-    deadline = time.monotonic() + 10
-    while not world.client.engines:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: world.client.engines, "the engine in its next life")
     assert world.pump.addresses[0] == ("tcp://127.0.0.1:5", "tcp://127.0.0.1:6")
 
 
@@ -324,10 +321,7 @@ def test_the_deployment_is_read_only_while_an_engine_is_not_up(pair: World) -> N
     pair.kill(1)
     assert pair.client._watch._planned is not None
     pair.pump.new_life(1)
-    deadline = time.monotonic() + 10
-    while pair.client._watch._planned is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: pair.client._watch._planned is None, "the end of the watch")
 
 
 def test_the_death_of_one_engine_is_seen_while_another_is_down(pair: World) -> None:

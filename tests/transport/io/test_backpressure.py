@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from tests.transport.conftest import fake_engine
+from tests.support.waiting import until
+from tests.transport.io import fake_engine
 
 from wavecore.transport.errors import Overloaded
 from wavecore.transport.io import connection, input_pump, output_pump
@@ -41,7 +42,7 @@ def pause() -> Iterator[Pause]:
 
 
 @pytest.mark.parametrize("messages", [600, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_paused_reader_of_large_messages(make_engine: Any, make_client: Any, eventually: Any, messages: int) -> None:
+def test_paused_reader_of_large_messages(make_engine: Any, make_client: Any, messages: int) -> None:
     """Every tensor is intact and every token is there once the reader goes on."""
     pause = Pause()
     engine = make_engine(limits=ClientLimits(held_bytes=2 << 30))
@@ -49,16 +50,14 @@ def test_paused_reader_of_large_messages(make_engine: Any, make_client: Any, eve
     client.connect(engine.addresses)
     large = client.add(count=messages, frame=70_000)
     mixed = [client.add(count=messages // 10, frame=size) for size in (65_535, 65_536, 65_537, 10)]
-    eventually(lambda: not engine.open and engine.steps >= messages, "all steps")
+    until(lambda: not engine.open and engine.steps >= messages, "all steps")
     pause.lifted.set()
     client.wait_ends(large, *mixed)
     assert client.received[large] == messages
     assert client.frames == messages + 4 * (messages // 10)
 
 
-def test_slow_client_is_merged_and_a_fast_one_unharmed(
-    make_engine: Any, make_client: Any, eventually: Any, pause: Pause
-) -> None:
+def test_slow_client_is_merged_and_a_fast_one_unharmed(make_engine: Any, make_client: Any, pause: Pause) -> None:
     limits = ClientLimits(messages=16)
     engine = make_engine(limits=limits)
     slow, fast = make_client(on_step=pause), make_client()
@@ -66,7 +65,7 @@ def test_slow_client_is_merged_and_a_fast_one_unharmed(
     late = [slow.add(count=5000) for _ in range(4)]
     fast.connect(engine.addresses)
     fast.wait_ends(*[fast.add(count=300) for _ in range(4)])
-    eventually(lambda: not engine.open, "the end of the slow client's requests")
+    until(lambda: not engine.open, "the end of the slow client's requests")
     state = engine.output._streams[slow.pump.client_id(0)]
     assert len(state._outbox) <= limits.messages
     assert len(state._waiting) <= 2 * 64
@@ -76,7 +75,8 @@ def test_slow_client_is_merged_and_a_fast_one_unharmed(
     assert slow.steps < 500
 
 
-def test_client_that_lives_but_reads_nothing_is_dropped(make_engine: Any, raw_socket: Any, eventually: Any) -> None:
+@pytest.mark.usefixtures("quick_clocks")
+def test_client_that_lives_but_reads_nothing_is_dropped(make_engine: Any, raw_socket: Any) -> None:
     """It pings, so it is not silent; it acknowledges nothing while output waits, so its requests end."""
     engine = make_engine(limits=ClientLimits(messages=4, stalled_ticks=1))
     dealer = raw_socket(zmq.DEALER, engine.addresses[1], b"c" * 16)
@@ -90,36 +90,34 @@ def test_client_that_lives_but_reads_nothing_is_dropped(make_engine: Any, raw_so
         dealer.send_multipart(encode(Ping(engine.epoch, 0)))
         return b"c" * 16 in engine.gone
 
-    eventually(pinging, "the drop")
+    until(pinging, "the drop")
     assert not engine.open
     pinging()  # the last one may have come just before the drop
     assert encode(UnknownClient(engine.epoch)) in iter(dealer.recv_multipart, None)
 
 
-def test_client_with_too_much_waiting_output_is_dropped(
-    make_engine: Any, make_client: Any, eventually: Any, pause: Pause
-) -> None:
+@pytest.mark.usefixtures("quick_clocks")
+def test_client_with_too_much_waiting_output_is_dropped(make_engine: Any, make_client: Any, pause: Pause) -> None:
     engine = make_engine(limits=ClientLimits(messages=4, held_bytes=1 << 20))
     client = make_client(on_step=pause)
     client.connect(engine.addresses)
     client.add(count=1 << 30, frame=70_000)
     first = client.pump.client_id(0)
-    eventually(lambda: first in engine.gone, "the drop")
+    until(lambda: first in engine.gone, "the drop")
     pause.lifted.set()
     client.wait_for(lambda: client.saw(Ready, 2), "a new session")
     client.on_step = None
     client.wait_ends(client.add())
 
 
-def test_silent_client_is_dropped_and_comes_back_as_a_new_one(
-    make_engine: Any, make_client: Any, eventually: Any, pause: Pause
-) -> None:
+@pytest.mark.usefixtures("quick_clocks")
+def test_silent_client_is_dropped_and_comes_back_as_a_new_one(make_engine: Any, make_client: Any, pause: Pause) -> None:
     engine = make_engine(pace=0.01, limits=ClientLimits(silent_ticks=2))
     client = make_client(on_step=pause)
     client.connect(engine.addresses)
     first = client.pump.client_id(0)
     lost = client.add(count=1 << 30)
-    eventually(lambda: first in engine.gone, "the drop")
+    until(lambda: first in engine.gone, "the drop")
     assert not engine.open
     pause.lifted.set()
     client.wait_for(lambda: client.saw(Ready, 2), "a new session")
@@ -153,9 +151,8 @@ def client_process() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             assert process.stdin is not None
 
 
-def test_stopped_client_costs_bounded_memory(
-    make_engine: Any, make_client: Any, client_process: Any, eventually: Any
-) -> None:
+@pytest.mark.usefixtures("quick_clocks")
+def test_stopped_client_costs_bounded_memory(make_engine: Any, make_client: Any, client_process: Any) -> None:
     """A SIGSTOPped client with 50 endless requests, until it is dropped."""
     engine = make_engine(limits=ClientLimits(silent_ticks=3))
     process = client_process(engine.addresses, 50, 1 << 30)
@@ -163,28 +160,29 @@ def test_stopped_client_costs_bounded_memory(
     before = psutil.Process().memory_info().rss
     fast = make_client()
     fast.connect(engine.addresses)
-    eventually(lambda: bool(engine.gone), "the drop")
+    until(lambda: bool(engine.gone), "the drop")
     assert psutil.Process().memory_info().rss - before < 200 << 20
     assert not engine.open
     fast.wait_ends(fast.add(count=10))
 
 
-def test_stopped_client_goes_on_where_it_was(make_engine: Any, client_process: Any, eventually: Any) -> None:
+def test_stopped_client_goes_on_where_it_was(make_engine: Any, client_process: Any) -> None:
     """SIGSTOP for less than the silence that drops it: the engine goes on, and not a token is lost."""
     engine = make_engine(pace=0.001)
     process = client_process(engine.addresses, 20, 700)
     process.send_signal(signal.SIGSTOP)
-    eventually(lambda: not engine.open, "the end of its requests")
+    until(lambda: not engine.open, "the end of its requests")
     process.send_signal(signal.SIGCONT)
     assert process.stdout.readline() == b"ended 0\n"
     assert not engine.gone
 
 
-def test_killed_client_is_dropped(make_engine: Any, client_process: Any, eventually: Any) -> None:
+@pytest.mark.usefixtures("quick_clocks")
+def test_killed_client_is_dropped(make_engine: Any, client_process: Any) -> None:
     engine = make_engine(pace=0.01, limits=ClientLimits(absent_ticks=1))
     process = client_process(engine.addresses, 3, 1 << 30)
     process.kill()
-    eventually(lambda: bool(engine.gone), "the drop")
+    until(lambda: bool(engine.gone), "the drop")
     assert not engine.open and not engine.output.sessions
 
 
@@ -207,10 +205,10 @@ def test_stopped_engine_costs_a_client_bounded_memory(
     client.wait_ends(client.add())
 
 
-def test_output_for_a_client_that_is_gone_ends_its_requests(make_engine: Any, eventually: Any) -> None:
+def test_output_for_a_client_that_is_gone_ends_its_requests(make_engine: Any) -> None:
     engine = make_engine()
     engine.output.put({b"nobody": fake_engine.finish_rows([1], FinishReason.STOP)})
-    eventually(lambda: engine.gone == [b"nobody"], "the news")
+    until(lambda: engine.gone == [b"nobody"], "the news")
 
 
 def test_too_many_clients_are_turned_away(make_engine: Any, make_client: Any) -> None:
@@ -240,9 +238,8 @@ def test_flood_of_calls_hurts_nobody(make_engine: Any, make_client: Any) -> None
         assert result.value == {"value": call} or result.error_code == "overloaded"
 
 
-def test_main_loop_that_lags_is_not_buried(
-    make_engine: Any, make_client: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("quick_clocks")
+def test_main_loop_that_lags_is_not_buried(make_engine: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Aborts can be neither refused nor merged: over the bound they are not received, and so sent again."""
     monkeypatch.setattr(input_pump, "MAX_QUEUED", 5)
     engine, client = make_engine(), make_client()
@@ -250,10 +247,10 @@ def test_main_loop_that_lags_is_not_buried(
     client.call(1, "hold")
     for handle in range(50):
         client.abort(handle)
-    eventually(lambda: engine.queue.qsize() >= 5, "a full queue")
+    until(lambda: engine.queue.qsize() >= 5, "a full queue")
     assert engine.queue.qsize() == 5
     engine.admission.set()
-    eventually(lambda: engine.aborted == list(range(50)), "all aborts")
+    until(lambda: engine.aborted == list(range(50)), "all aborts")
 
 
 def test_output_for_a_client_that_left_does_not_hold_up_the_end(
@@ -268,14 +265,12 @@ def test_output_for_a_client_that_left_does_not_hold_up_the_end(
     engine.stop()
 
 
-def test_last_output_reaches_a_reader_that_is_late(
-    make_engine: Any, make_client: Any, eventually: Any, pause: Pause
-) -> None:
+def test_last_output_reaches_a_reader_that_is_late(make_engine: Any, make_client: Any, pause: Pause) -> None:
     """What libzmq had received when the engine closed is not thrown away, though it was not read yet."""
     engine, client = make_engine(pace=0.001), make_client(on_step=pause)
     client.connect(engine.addresses)
     handle = client.add(count=150)
-    eventually(lambda: bool(engine.added) and not engine.open, "the end of the request")
+    until(lambda: bool(engine.added) and not engine.open, "the end of the request")
     engine.stop()
     pause.lifted.set()
     client.wait_ends(handle)

@@ -57,11 +57,12 @@ def test_messages_sent_while_the_engine_is_gone_do_not_reach_its_successor(make_
     assert client.received == {} and 1 not in client.results
 
 
-@pytest.mark.parametrize("seconds", [2.0, pytest.param(13.0, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("quick_clocks")
+@pytest.mark.parametrize("seconds", [0.2, 1.3])  # of 0.5 until the client says that it hears nothing
 def test_stopped_engine_goes_on_where_it_was(
     make_process: Any, make_client: Any, stop_for: Callable[[Any, float], None], seconds: float
 ) -> None:
-    engine, client = make_process("--pace", "0.002"), make_client()
+    engine, client = make_process("--quick", "--pace", "0.002"), make_client()
     client.connect(engine.addresses)
     handles = [client.add(count=400) for _ in range(5)]
     client.wait_for(lambda: client.received.get(handles[-1], 0) > 0, "tokens")
@@ -70,8 +71,9 @@ def test_stopped_engine_goes_on_where_it_was(
     assert client.saw(Ready) and not client.saw(Ready, 2)
 
 
+@pytest.mark.usefixtures("quick_clocks")
 def test_silence_of_a_stopped_engine_is_reported(make_process: Any, make_client: Any) -> None:
-    engine, client = make_process(), make_client()
+    engine, client = make_process("--quick"), make_client()
     client.connect(engine.addresses)
     engine.signal(signal.SIGSTOP)
     client.wait_for(lambda: client.saw(Disconnected), "the report of silence")

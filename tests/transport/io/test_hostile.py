@@ -13,6 +13,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.waiting import until
 from tests.transport.wire.strategies import messages
 
 from wavecore.transport.io.client_stream import ClientLimits
@@ -146,13 +147,13 @@ def test_lying_acknowledgement_is_dropped(hostile: Any, make_client: Any) -> Non
     client.wait_ends(client.add())
 
 
-def test_unread_results_are_bounded(hostile: Any, eventually: Any) -> None:
+def test_unread_results_are_bounded(hostile: Any) -> None:
     """Values count, not only tensors: who calls and never acknowledges is dropped before it is silent for long."""
     engine, raw = hostile(limits=ClientLimits(held_bytes=10 << 20, silent_ticks=3600, stalled_ticks=3600))
     for number in range(1, 31):
         text = {"text": "x" * 1_000_000}
         raw.push.send_multipart(encode(m.Utility(raw.epoch, raw.client_id, number, number, "echo", text)))
-    eventually(lambda: raw.client_id in engine.gone, "the drop")
+    until(lambda: raw.client_id in engine.gone, "the drop")
 
 
 def test_identity_of_another_length_gets_no_session(hostile: Any, make_client: Any, raw_socket: Any) -> None:
@@ -165,7 +166,7 @@ def test_identity_of_another_length_gets_no_session(hostile: Any, make_client: A
     assert len(engine.output.sessions) == 2  # the raw client's and the good one's
 
 
-def test_failure_of_a_pump_reaches_the_engine(make_engine: Any, eventually: Any) -> None:
+def test_failure_of_a_pump_reaches_the_engine(make_engine: Any) -> None:
     """A deaf or mute engine must end; this is how it hears."""
     engine = make_engine()
 
@@ -173,5 +174,5 @@ def test_failure_of_a_pump_reaches_the_engine(make_engine: Any, eventually: Any)
         raise RuntimeError("a bug")
 
     engine.output._call_soon(bug)
-    eventually(lambda: bool(engine.failed), "the news")
+    until(lambda: bool(engine.failed), "the news")
     assert engine.failed[0].thread == "output thread"

@@ -1,3 +1,5 @@
+"""Addresses, the options of every socket, endpoints, wakers and key files."""
+
 from __future__ import annotations
 
 from pathlib import Path

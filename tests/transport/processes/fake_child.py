@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -29,7 +28,7 @@ def main() -> int:
     config = json.loads(child.config)
     writer = logs.set_up("fake child")
     do = what_to_do(config)
-    logging.getLogger("fake").info("doing %s", do)
+    print(f"doing {do}", file=sys.stderr, flush=True)  # not logged: a child that is killed at once has said it
     child.report_phase("load", 0.5)
     status = fail_while_loading(do, child, args.input)
     if status is not None:

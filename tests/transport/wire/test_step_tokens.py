@@ -1,3 +1,5 @@
+"""What a step gives one client: built, checked, measured, and merged in any order with the same result."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -12,6 +12,7 @@ import queue
 import secrets
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,21 @@ import numpy as np
 
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import ValidationError
+from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.io.client_stream import ClientLimits
 from wavecore.transport.io.input_pump import InputPump
 from wavecore.transport.io.io_thread import IoThreadFailed
 from wavecore.transport.io.output_pump import ClientGone, OutputPump
+from wavecore.transport.wire import delivery
 from wavecore.transport.wire.messages import Abort, Add, Counters, FinishReason, StepTokens, Utility
 from wavecore.transport.wire.step_tokens import finish_rows
 from wavecore.transport.wire.tensors import from_numpy
+
+
+def quicken(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """A second of this process's pumps lasts a tenth of one."""
+    for owner, name in ((ClientPump, "tick_seconds"), (OutputPump, "tick_seconds"), (delivery, "REPEAT_SECONDS")):
+        set_attribute(owner, name, 0.1 * getattr(owner, name))
 
 
 def token(handle: int, index: int) -> int:
@@ -178,7 +187,10 @@ def main() -> None:
     parser.add_argument("output")
     parser.add_argument("--keys")
     parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
+    if args.quick:
+        quicken()
     curve = CurveServer.load(Path(args.keys)) if args.keys else None
     engine = FakeEngine(args.input, args.output, curve=curve, pace=args.pace)
     print(json.dumps({"input": engine.addresses[0], "output": engine.addresses[1]}), flush=True)

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tests.support.model_driver import Driver
+from tests.support.model_driver import ModelDriver
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -38,7 +38,7 @@ def our_logits(runner: Any, ids: Tensor, chunk: int, first: int = 0) -> Tensor:
             parts.append(model.logits(hidden.flatten(0, 1)).view(count, hidden.shape[1], -1))
         return batch, x, residual
 
-    driver = Driver(runner)
+    driver = ModelDriver(runner)
     with patch.object(runner, "forward", noted):
         driver.run([driver.add(row, 1, slot) for slot, row in enumerate(ids.tolist())], chunk)
     return torch.cat(parts, 1)

@@ -6,19 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.checkpoints import VOCAB, make_config, save_model
-from tests.support.model_engine import Engine
+from tests.support.checkpoints import VOCAB
+from tests.support.model_engine import ModelEngine
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("tiny"), make_config("Llama"))
-
-
-def tokens(folder: Path, **settings: Any) -> tuple[dict[int, list[int]], Engine]:
-    engine = Engine(folder, **settings)
+def tokens(tiny_llama: Path, **settings: Any) -> tuple[dict[int, list[int]], ModelEngine]:
+    engine = ModelEngine(tiny_llama, **settings)
     text = [(7 * i + i * i // 3) % VOCAB for i in range(64)]
     for i in range(6):
         params = SamplingParams(
@@ -39,12 +34,12 @@ def tokens(folder: Path, **settings: Any) -> tuple[dict[int, list[int]], Engine]
     ],
     ids=["cached", "recompute", "swap", "swap, uncached", "priority"],
 )
-def test_same_tokens_under_preemption_swap_and_sharing(folder: Path, settings: dict[str, Any]) -> None:
+def test_same_tokens_under_preemption_swap_and_sharing(tiny_llama: Path, settings: dict[str, Any]) -> None:
     """Seeded sampling and penalties included."""
     expected, _ = tokens(
-        folder, num_gpu_blocks_override=300, async_scheduling=False, enable_prefix_caching=False, max_num_seqs=12
+        tiny_llama, num_gpu_blocks_override=300, async_scheduling=False, enable_prefix_caching=False, max_num_seqs=12
     )
-    got, engine = tokens(folder, **settings)
+    got, engine = tokens(tiny_llama, **settings)
     assert got == expected
     if settings["num_gpu_blocks_override"] == 24:
         assert engine.core.requests.totals.preemptions > 0

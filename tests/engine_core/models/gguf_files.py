@@ -46,7 +46,7 @@ def shapes(arch: str) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def write_model(
+def write_gguf(
     path: Path, arch: str, kind: GGMLQuantizationType, *, rope_factors: Any = None, linear_scaling: float = 0.0
 ) -> Path:
     """Matrices of type `kind`, norms and biases float32.

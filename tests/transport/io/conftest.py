@@ -1,22 +1,20 @@
+"""A client with a memory, engines beside it or in a process of their own, and sockets that are closed in any case."""
+
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from tests.transport.io import fake_engine
 
 from wavecore.transport.curve import CurveClient
 from wavecore.transport.io.client_pump import ClientPump
@@ -24,12 +22,6 @@ from wavecore.transport.io.connection import Disconnected, EngineEvent, Reconnec
 from wavecore.transport.io.sockets import make_context, make_socket
 from wavecore.transport.wire.messages import Abort, Add, Ready, Result, Step, Utility
 from wavecore.transport.wire.tensors import from_numpy, to_numpy
-
-FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
-_spec = importlib.util.spec_from_file_location("fake_engine", FAKE_ENGINE)
-assert _spec is not None and _spec.loader is not None
-fake_engine = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake_engine)
 
 DEADLINE = 30.0  # generous: other processes may own the cores; nothing waits for it to pass
 
@@ -123,11 +115,10 @@ class EngineProcess:
 
     def __init__(self, input_address: str, output_address: str, *options: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(FAKE_ENGINE), input_address, output_address, *options],
+            [sys.executable, fake_engine.__file__, input_address, output_address, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(FAKE_ENGINE.parents[2] / "src")},
         )
         assert self.process.stdout is not None
         line = json.loads(self.process.stdout.readline())
@@ -217,17 +208,7 @@ def make_process(ipc: tuple[str, str], clean_up: Any) -> Callable[..., EnginePro
 
 
 @pytest.fixture
-def eventually() -> Callable[[Callable[[], bool], str], None]:
-    """Poll a condition of another thread's state that nobody announces."""
-
-    def wait(condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + DEADLINE
-        ticker: queue.SimpleQueue[None] = queue.SimpleQueue()
-        while not condition():
-            assert time.monotonic() < deadline, f"waited in vain for {what}"
-            try:
-                ticker.get(timeout=0.01)
-            except queue.Empty:
-                continue
-
-    return wait
+def quick_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of both ends in this process lasts a tenth: heartbeats, silence, repeats. Under load a peer may so seem
+    silent: for tests that wait for just that."""
+    fake_engine.quicken(monkeypatch.setattr)

@@ -15,7 +15,7 @@ from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import shown
 
 FIELDS = [f.name for f in SamplingParams.__dataclass_fields__.values()]
-STRANGE = [5, -1, 1.5, "x", "", b"x", True, None, [], [1], ["a"], {}, {1: 2}, {"a": 1}, [[1]], object(), float("nan")]
+STRANGE = [5, -1, 1.5, "x", "", b"x", True, None, [], [1], ["a"], {}, {1: 2}, {"a": 1}, [[1]], Ellipsis, float("nan")]
 HUGE = [
     float("inf"),
     10**400,

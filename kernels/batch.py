@@ -109,3 +109,7 @@ class StepRows:
     num_decode_rows: int
     max_query_len: int
     bucket_tokens: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.slots.device

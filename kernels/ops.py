@@ -6,43 +6,72 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import update_wrapper
 from importlib import import_module
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
-from wavecore.kernels.sampling.rows import SamplingRows
+from wavecore.kernels.reference import attention, layers, sampling
 
-OPERATIONS = {
-    "prepare_batch": ("prepare", "reference.layers"),
-    "add_rms_norm": ("norm", "reference.layers"),
-    "qk_norm_rope_kv_write": ("kv_write", "reference.layers"),
-    "paged_attention": ("attention.paged", "reference.attention"),
-    "silu_mul": ("activation", "reference.layers"),
-    "gelu_tanh_mul": ("activation", "reference.layers"),
-    "sample": ("sampling.sample", "reference.sampling"),
-    "copy_blocks": ("copies", "reference.layers"),
-}
-"""Operation to the modules of `wavecore.kernels` that hold its Triton kernel and its torch twin, under its name."""
-
-_chosen: dict[tuple[str, str], Callable[..., Any]] = {}
-_custom: dict[str, Callable[..., Any]] = {}
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def kernel_of(name: str) -> Callable[..., Any]:
-    """The function that launches an operation's Triton kernel."""
-    return _function(OPERATIONS[name][0], name)
+class Operation(Generic[P, R]):
+    """Called as its twin is, with a tensor or the rows of a step first: where that lies, it runs.
+
+    Args:
+        twin: the torch version; its name, arguments and documentation are the operation's.
+        module: of `wavecore.kernels`, with the Triton kernel under that name; imported when it is first called.
+    """
+
+    def __init__(self, twin: Callable[P, R], module: str) -> None:
+        update_wrapper(self, twin)
+        self.twin = twin
+        self.custom: Callable[P, R] | None = None
+        self._module = module
+        self._chosen: dict[str, Callable[P, R]] = {}  # by type of device
+
+    @property
+    def kernel(self) -> Callable[P, R]:
+        """The function that launches the Triton kernel."""
+        found: Callable[P, R] = getattr(import_module(f"wavecore.kernels.{self._module}"), self.twin.__name__)
+        return found
+
+    def replace(self, fn: Callable[P, R] | None) -> None:
+        """Run `fn` on every device from now on; None for kernel and twin."""
+        self.custom = fn
+        self._chosen.clear()
+
+    def __call__(self, *args: P.args, **options: P.kwargs) -> R:
+        first: Any = args[0]
+        device = first.device.type
+        if device not in self._chosen:
+            self._chosen[device] = self.custom or (self.kernel if device == "cuda" else self.twin)
+        return self._chosen[device](*args, **options)
 
 
-def twin_of(name: str) -> Callable[..., Any]:
-    """The torch twin of an operation."""
-    return _function(OPERATIONS[name][1], name)
+prepare_batch = Operation(layers.prepare_batch, "prepare")
+add_rms_norm = Operation(layers.add_rms_norm, "norm")
+qk_norm_rope_kv_write = Operation(layers.qk_norm_rope_kv_write, "kv_write")
+paged_attention = Operation(attention.paged_attention, "attention.paged")
+silu_mul = Operation(layers.silu_mul, "activation")
+gelu_tanh_mul = Operation(layers.gelu_tanh_mul, "activation")
+sample = Operation(sampling.sample, "sampling.sample")
+copy_blocks = Operation(layers.copy_blocks, "copies")
 
-
-def _function(module: str, name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(import_module(f"wavecore.kernels.{module}"), name)
-    return found
+_ALL = (
+    prepare_batch,
+    add_rms_norm,
+    qk_norm_rope_kv_write,
+    paged_attention,
+    silu_mul,
+    gelu_tanh_mul,
+    sample,
+    copy_blocks,
+)
+OPERATIONS: dict[str, Operation[..., Any]] = {operation.twin.__name__: operation for operation in _ALL}
 
 
 def register_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:
@@ -50,8 +79,8 @@ def register_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:
 
     Args:
         name: one of `OPERATIONS`.
-        fn: takes the arguments of the twin, which has the operation's name in the module that `OPERATIONS` gives, for
-            instance `wavecore.kernels.reference.layers.silu_mul`. It is tried at once on small random inputs.
+        fn: takes the arguments of the operation's twin, for instance `wavecore.kernels.reference.layers.silu_mul`. It
+            is tried at once on small random inputs.
         like: an empty tensor with the dtype and the device of these inputs: where fn will be used.
 
     Raises:
@@ -63,72 +92,5 @@ def register_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:
 
     if name not in OPERATIONS:
         raise ValueError(f"there is no operation {name!r}; the names are {', '.join(OPERATIONS)}")
-    check_op(name, fn, twin_of(name), like)
-    _custom[name] = fn
-    _chosen.clear()
-
-
-def _pick(name: str, tensor: Tensor) -> Callable[..., Any]:
-    key = (name, tensor.device.type)
-    if key not in _chosen:
-        load = kernel_of if tensor.is_cuda else twin_of
-        _chosen[key] = _custom[name] if name in _custom else load(name)
-    return _chosen[key]
-
-
-def prepare_batch(
-    rows: StepRows, token_table: Tensor, block_table: Tensor, block_size: int, buffers: BatchBuffers
-) -> Batch:
-    batch: Batch = _pick("prepare_batch", token_table)(rows, token_table, block_table, block_size, buffers)
-    return batch
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = _pick("add_rms_norm", x)(x, residual, weight, eps, weight_offset)
-    return result
-
-
-def qk_norm_rope_kv_write(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos_sin: Tensor,
-    batch: Batch,
-    kv_cache: Tensor,
-    layer: int,
-    num_heads: int,
-    num_kv_heads: int,
-    weight_offset: float = 0.0,
-) -> Tensor:
-    fn = _pick("qk_norm_rope_kv_write", qkv)
-    q: Tensor = fn(qkv, q_norm, k_norm, eps, cos_sin, batch, kv_cache, layer, num_heads, num_kv_heads, weight_offset)
-    return q
-
-
-def paged_attention(
-    q: Tensor, kv_cache: Tensor, layer: int, batch: Batch, scale: float, soft_cap: float = 0.0, window: int = 0
-) -> Tensor:
-    out: Tensor = _pick("paged_attention", q)(q, kv_cache, layer, batch, scale, soft_cap, window)
-    return out
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    out: Tensor = _pick("silu_mul", gate_up)(gate_up)
-    return out
-
-
-def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    out: Tensor = _pick("gelu_tanh_mul", gate_up)(gate_up)
-    return out
-
-
-def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = _pick("sample", logits)(logits, rows)
-    return result
-
-
-def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
-    _pick("copy_blocks", kv_cache)(kv_cache, pairs)
+    check_op(name, fn, OPERATIONS[name].twin, like)
+    OPERATIONS[name].replace(fn)

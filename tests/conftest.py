@@ -82,12 +82,13 @@ def _seed() -> None:
 
 
 @pytest.fixture
-def own_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_ops() -> Iterator[None]:
     """The operations that a test replaces are the built-in ones again behind it."""
     from wavecore.kernels import ops
 
-    monkeypatch.setattr(ops, "_custom", {})
-    monkeypatch.setattr(ops, "_chosen", {})
+    yield
+    for operation in ops.OPERATIONS.values():
+        operation.replace(None)
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,7 @@ def test_every_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     torch.manual_seed(33)
     like = torch.empty(0, dtype=dtype)
     for name, make in CASES:
-        assert compare(on_gpu(name), ops.twin_of(name), make(like)) is None, (name, make.__name__)
+        assert compare(on_gpu(name), ops.OPERATIONS[name].twin, make(like)) is None, (name, make.__name__)
     edges = [0, 1, 15, 16, 17, 70]
     attention([1] * 6, edges, (64, 2, 4), dtype, 16)
     attention([1] * 6 + [15, 16, 17, 3], [*edges, 15, 16, 17, 35], (64, 2, 4), dtype, 16)

@@ -11,14 +11,14 @@ from tests.kernels.compile_only import compile_only
 
 from wavecore.kernels.attention.paged import paged_attention
 from wavecore.kernels.examples import EXAMPLES, make_batch, make_kv_cache
-from wavecore.kernels.ops import kernel_of
+from wavecore.kernels.ops import OPERATIONS
 
 
 def main() -> None:
     launched = compile_only(90)
     like = torch.empty(0, dtype=torch.bfloat16)
     for name, make in EXAMPLES.items():
-        kernel_of(name)(*make(like))
+        OPERATIONS[name].kernel(*make(like))
     batch, num_blocks = make_batch([1, 1], [70, 3], 16)  # decode alone, which zeroes its padding
     q = torch.zeros(2, 8, 128, dtype=torch.bfloat16)
     paged_attention(q, make_kv_cache(num_blocks, 1, 2, 16, 128, like), 0, batch, 0.1)

@@ -33,7 +33,8 @@ def main(folder: Path) -> None:
     compile_only(90)
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *_args, **details: compiled.append(details["fn"].name)
-    ops._pick = lambda name, _tensor: ops.kernel_of(name)
+    for operation in ops.OPERATIONS.values():
+        operation.replace(operation.kernel)
     decoder.linear = lambda x, weight, _bias=None: x.new_zeros(len(x), len(weight))
     torch.empty = torch.zeros  # type: ignore[assignment]
     runner.bucket_limits = (TOKENS, ROWS)

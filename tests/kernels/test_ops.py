@@ -21,13 +21,13 @@ pytestmark = pytest.mark.usefixtures("own_ops")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(ops.OPERATIONS))
 def test_an_op_is_its_twin_on_a_cpu(name: str, dtype: torch.dtype) -> None:
-    assert compare(getattr(ops, name), ops.twin_of(name), EXAMPLES[name](torch.empty(0, dtype=dtype))) is None
+    assert compare(getattr(ops, name), ops.OPERATIONS[name].twin, EXAMPLES[name](torch.empty(0, dtype=dtype))) is None
 
 
 @pytest.mark.parametrize("name", list(ops.OPERATIONS))
 def test_register(name: str) -> None:
     calls = []
-    twin = ops.twin_of(name)
+    twin = ops.OPERATIONS[name].twin
 
     def counting(*args: Any) -> Any:
         calls.append(name)

@@ -14,7 +14,7 @@ from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers
 from wavecore.kernels.check import compare
 from wavecore.kernels.examples import EXAMPLES, make_batch, make_kv_cache, rope_table, step_rows, tables
-from wavecore.kernels.ops import OPERATIONS, kernel_of, twin_of
+from wavecore.kernels.ops import OPERATIONS
 from wavecore.kernels.reference import layers
 
 pytestmark = pytest.mark.usefixtures("guarded")
@@ -24,14 +24,19 @@ DTYPES = [torch.float32, torch.float16]
 
 @pytest.mark.parametrize("name", list(OPERATIONS))
 def test_kernel_twin_and_operation_take_the_same_arguments(name: str) -> None:
-    signature = inspect.signature(twin_of(name))
-    assert inspect.signature(kernel_of(name)) == signature == inspect.signature(getattr(ops, name))
+    signature = inspect.signature(OPERATIONS[name].twin)
+    assert inspect.signature(OPERATIONS[name].kernel) == signature == inspect.signature(getattr(ops, name))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", list(OPERATIONS))
 def test_example(device: str, name: str, dtype: torch.dtype) -> None:
-    assert compare(kernel_of(name), twin_of(name), EXAMPLES[name](torch.empty(0, dtype=dtype, device=device))) is None
+    assert (
+        compare(
+            OPERATIONS[name].kernel, OPERATIONS[name].twin, EXAMPLES[name](torch.empty(0, dtype=dtype, device=device))
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -43,9 +48,9 @@ def test_add_rms_norm(device: str, hidden: int, with_residual: bool, dtype: torc
     vectors[:, 0], vectors[:, 1], vectors[:, 2] = 0, vectors[:, 1] * 1e-3, vectors[:, 2] * 400
     (x, residual), weight = vectors.to(dtype), torch.randn(hidden, device=device).to(dtype)
     args = x, residual if with_residual else None, weight, 1e-5
-    assert compare(kernel_of("add_rms_norm"), layers.add_rms_norm, args) is None
+    assert compare(ops.add_rms_norm.kernel, layers.add_rms_norm, args) is None
     if dtype != torch.float32:
-        normed, total = kernel_of("add_rms_norm")(*args)
+        normed, total = ops.add_rms_norm.kernel(*args)
         rounded_once(normed, layers.add_rms_norm(total.double(), None, weight.double(), 1e-5)[0])
 
 
@@ -57,7 +62,7 @@ def test_activation_over_several_blocks(device: str, name: str, inner: int, dtyp
     gate_up = torch.randn(2, 2 * inner, device=device)
     gate_up[1] *= 4
     gate_up = gate_up.to(dtype)
-    close(kernel_of(name)(gate_up), twin_of(name)(gate_up.double()), dtype)
+    close(OPERATIONS[name].kernel(gate_up), OPERATIONS[name].twin(gate_up.double()), dtype)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +83,8 @@ def test_norm_rope_write(
     kv_cache[0] = 1  # where KV slot -1 would point to
     table = rope_table(16, rot, device)
     args = qkv, q_norm, k_norm, 1e-6, table, batch, kv_cache, 1, heads, kv_heads, 1.0 if with_norm else 0.0
-    assert compare(kernel_of("qk_norm_rope_kv_write"), layers.qk_norm_rope_kv_write, args) is None
-    assert not kernel_of("qk_norm_rope_kv_write")(*args)[-2:].any()
+    assert compare(ops.qk_norm_rope_kv_write.kernel, layers.qk_norm_rope_kv_write, args) is None
+    assert not ops.qk_norm_rope_kv_write.kernel(*args)[-2:].any()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +99,7 @@ def test_prepare_batch(device: str, query_lens: list[int], seq_lens: list[int], 
         getattr(buffers, f.name).fill_(77)  # what an earlier step left
     args = rows, token_table, block_table, 2, buffers
     want = layers.prepare_batch(*copy.deepcopy(args))
-    got = kernel_of("prepare_batch")(*args)
+    got = ops.prepare_batch.kernel(*args)
     for name in ("token_ids", "positions", "kv_slots", "seq_lens", "sample_index", "query_start"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     for row, length in enumerate(seq_lens):
@@ -108,4 +113,4 @@ def test_prepare_batch(device: str, query_lens: list[int], seq_lens: list[int], 
 def test_copy_blocks_over_several_programs(device: str) -> None:
     kv_cache = torch.randn(4, 3, 2, 2, 16, 64, device=device)
     pairs = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32, device=device)
-    assert compare(kernel_of("copy_blocks"), layers.copy_blocks, (kv_cache, pairs)) is None
+    assert compare(ops.copy_blocks.kernel, layers.copy_blocks, (kv_cache, pairs)) is None

@@ -16,10 +16,8 @@ from wavecore.transport.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def _restore(monkeypatch: pytest.MonkeyPatch) -> None:
+def _restore(own_ops: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(custom_ops, "registered", {})
-    monkeypatch.setattr(ops, "_custom", {})
-    monkeypatch.setattr(ops, "_chosen", {})
 
 
 def test_an_engine_judges_in_its_own_dtype(tmp_path: Path) -> None:
@@ -37,6 +35,6 @@ def test_a_kernel_for_gpus_is_left_to_the_engine_where_there_may_be_one(monkeypa
     assert custom_ops.registered == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     custom_ops.register_op("silu_mul", kernels.for_gpus)
-    assert custom_ops.registered == {"silu_mul": "tests.support.custom_ops:for_gpus"} and not ops._custom
+    assert custom_ops.registered == {"silu_mul": "tests.support.custom_ops:for_gpus"} and not ops.silu_mul.custom
     with pytest.raises(ValueError, match="differs"):  # wrong is wrong
         custom_ops.register_op("silu_mul", kernels.doubled)

@@ -64,7 +64,9 @@ def make_socket(
         if isinstance(curve, CurveServer):
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, curve.pair.secret)
-            socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)  # without a domain ZAP may be skipped
+            socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            # By default libzmq admits every key while nobody answers for the domain.
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         elif curve is not None:
             socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_key)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.pair.public)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import zmq
 
 from wavecore.transport.curve import CurveClient, CurveServer, KeyPair, create_keys
-from wavecore.transport.errors import StartError
-from wavecore.transport.io import authenticator
-from wavecore.transport.io.authenticator import Authenticator, BoundSocket
-from wavecore.transport.io.sockets import Monitor, make_context, make_socket
+from wavecore.transport.io.authenticator import Authenticator
+from wavecore.transport.io.sockets import Monitor, endpoint_of, make_context, make_socket
 
 ADDRESS = "tcp://127.0.0.1:0"
 
@@ -63,25 +60,20 @@ def test_client_refuses_another_server(tmp_path: Path, make_engine: Any) -> None
     assert first_event(engine.addresses[1], wrong) != zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
-def test_self_test_stops_an_engine_that_would_admit_anyone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create_keys(tmp_path)
-    monkeypatch.setattr(Authenticator, "_check", lambda self, frames: (b"200", b"OK"))
-    with pytest.raises(StartError, match="wrong key was admitted"):
-        BoundSocket(zmq.ROUTER, ADDRESS, CurveServer.load(tmp_path), print)
-
-
-def test_self_test_stops_an_engine_that_would_admit_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create_keys(tmp_path)
-    monkeypatch.setattr(Authenticator, "_check", lambda self, frames: (b"400", b"no"))
-    with pytest.raises(StartError, match="client's key was refused"):
-        BoundSocket(zmq.PULL, ADDRESS, CurveServer.load(tmp_path), print)
-
-
-def test_self_test_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create_keys(tmp_path)
-    monkeypatch.setattr(authenticator, "SELF_TEST_SECONDS", 0.0)
-    with pytest.raises(StartError, match="got no answer"):
-        BoundSocket(zmq.PULL, ADDRESS, CurveServer.load(tmp_path), print)
+def test_no_key_enters_while_nobody_checks_them(tmp_path: Path) -> None:
+    public = create_keys(tmp_path)
+    context = make_context()
+    socket = make_socket(context, zmq.PULL, ADDRESS, curve=CurveServer.load(tmp_path))
+    try:
+        client = CurveClient.load(tmp_path, public)
+        assert first_event(endpoint_of(socket), client, zmq.PUSH) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        authenticator = Authenticator(context, CurveServer.load(tmp_path), print)
+        assert first_event(endpoint_of(socket), client, zmq.PUSH) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        authenticator.close()
+        assert first_event(endpoint_of(socket), client, zmq.PUSH) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    finally:
+        socket.close(0)
+        context.term()
 
 
 def test_damaged_allow_list_admits_nobody(tmp_path: Path, make_engine: Any) -> None:

@@ -18,8 +18,17 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.graphs import graph_bytes
 from wavecore.engine_core.execution.out_of_memory import shortage
 from wavecore.engine_core.execution.runner import ModelRunner
-from wavecore.engine_core.startup.free_memory import host_memory, processes
-from wavecore.engine_core.startup.memory_budget import GIB, SLACK, KVCacheNeed, MemoryBudget, gib, no_room, refused
+from wavecore.engine_core.startup.free_memory import host_memory
+from wavecore.engine_core.startup.memory_budget import (
+    GIB,
+    SLACK,
+    KVCacheNeed,
+    MemoryBudget,
+    gib,
+    no_room,
+    refused,
+    would_fit,
+)
 from wavecore.engine_core.startup.warm_up import largest_graph, warm_up
 
 logger = logging.getLogger(__name__)
@@ -48,15 +57,19 @@ def allocate_kv_cache(runner: ModelRunner, config: EngineConfig) -> None:
     free, _ = host_memory()
     if host_blocks * runner.block_bytes > free:  # it is pinned, so taken at once; half of what is free may do
         what = f"swap_space_gib {config.swap_space_gib:g}: only {gib(free)} of host memory are free"
-        raise no_room(what, [f"swap_space_gib {free * 5 // GIB / 10}"])
-    need, cpu = _need(runner, config), runner.device.type == "cpu"
-    num_blocks = _blocks_of_host(runner, config, need) if cpu else _blocks_of_gpu(runner, config, need)
-    remedies = _smaller_cache(config, need, host_blocks) if cpu else ["a new start, as others took memory meanwhile"]
+        raise no_room(what, would_fit([f"swap_space_gib {free * 5 // GIB / 10}"]))
+    need = _need(runner, config)
+    if runner.device.type == "cpu":
+        num_blocks = _blocks_of_host(runner, config, need)
+        advice = "lower num_gpu_blocks_override" if config.num_gpu_blocks_override else "lower kv_cache_memory_gib"
+    else:
+        num_blocks = _blocks_of_gpu(runner, config, need)
+        advice = "start again: others took memory meanwhile"
     size = gib(num_blocks * need.block_bytes)
-    with refused(f"the KV cache of {num_blocks} blocks, {size}, does not fit into memory", remedies):
+    with refused(f"the KV cache of {num_blocks} blocks, {size}, does not fit into memory", advice):
         runner.allocate(num_blocks)
     size = gib(host_blocks * need.block_bytes)
-    with refused(f"the host cannot give {size} of memory for swapped blocks", ["swap_space_gib 0"]):
+    with refused(f"the host cannot give {size} of memory for swapped blocks", would_fit(["swap_space_gib 0"])):
         runner.allocate_swap_space(host_blocks)
     longest = (num_blocks - 1) * need.block_size  # no sequence can grow past the cache
     if config.max_model_len is None and longest < runner.info.max_model_len:
@@ -128,19 +141,17 @@ def _blocks_of_gpu(runner: ModelRunner, config: EngineConfig, need: KVCacheNeed)
     budget, reason = measure(runner, config)
     asked, room = config.num_gpu_blocks_override, max(0, budget.kv_cache) // need.block_bytes
     num_blocks = asked or min(_useful_blocks(runner, config), room)
-    table = budget.table(num_blocks, need.block_bytes, processes(runner.device))
+    table = budget.table(num_blocks, need.block_bytes)
     if reason:
-        what, remedies = f"the largest step does not fit beside the weights: {reason}", []
-    elif room < need.least:
-        what, remedies = _too_few(room, need, budget.kv_cache), budget.remedies(config, need)
-    else:
-        logger.info("%s", table)
-        if not asked and budget.others > budget.total * (1 - budget.utilization):
-            others = gib(budget.others)
-            logger.warning("others hold %s of the GPU: less is left than gpu_memory_utilization allows", others)
-        return num_blocks
-    steps = budget.smaller_steps_could_fit(need)
-    raise no_room(what, remedies, smaller_steps=steps, dtype=runner.info.dtype, table=f"\n{table}")
+        what = f"the largest step does not fit beside the weights: {reason}"
+        raise no_room(what, budget.advice_on_steps(need), f"\n{table}")
+    if room < need.least:
+        raise no_room(_too_few(room, need, budget.kv_cache), budget.advice(config, need), f"\n{table}")
+    logger.info("%s", table)
+    if not asked and budget.others > budget.total * (1 - budget.utilization):
+        others = gib(budget.others)
+        logger.warning("others hold %s of the GPU: less is left than gpu_memory_utilization allows", others)
+    return num_blocks
 
 
 def _blocks_of_host(runner: ModelRunner, config: EngineConfig, need: KVCacheNeed) -> int:
@@ -148,7 +159,7 @@ def _blocks_of_host(runner: ModelRunner, config: EngineConfig, need: KVCacheNeed
     if room < need.least:
         shorter = [f"max_model_len {(room - 1) * need.block_size}"] if room > 1 else []
         size = f"kv_cache_memory_gib {fitting_gib(need.nbytes)}"
-        raise no_room(_too_few(room, need, room * need.block_bytes), [*shorter, size])
+        raise no_room(_too_few(room, need, room * need.block_bytes), would_fit([*shorter, size]))
     return config.num_gpu_blocks_override or min(_useful_blocks(runner, config), room)
 
 
@@ -158,17 +169,6 @@ def _too_few(room: int, need: KVCacheNeed, left: int) -> str:
         f"the KV cache would hold {room} blocks of {need.block_size} tokens and needs {need.least}: "
         f"{gib(need.nbytes - left)} are missing"
     )
-
-
-def _smaller_cache(config: EngineConfig, need: KVCacheNeed, host_blocks: int) -> list[str]:
-    """What a host may have room for beside the blocks to swap to; nobody has measured it."""
-    blocks = host_memory()[0] * 9 // 10 // need.block_bytes - host_blocks
-    if blocks < 2:
-        return []
-    if config.num_gpu_blocks_override:
-        return [f"num_gpu_blocks_override {blocks}"]
-    shorter = "" if blocks >= need.least else f" and max_model_len {(blocks - 1) * need.block_size}"
-    return [f"kv_cache_memory_gib {fitting_gib(blocks * need.block_bytes)}{shorter}"]
 
 
 def fitting_gib(size: int) -> float:

@@ -17,9 +17,9 @@ from wavecore.engine_core.models.gguf_weights import open_gguf
 from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.engine_core.models.weights import Parameters, fill, open_folder
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.startup.free_memory import free_memory, processes
+from wavecore.engine_core.startup.free_memory import free_memory
 from wavecore.engine_core.startup.kv_cache_size import allocate_kv_cache, most_blocks
-from wavecore.engine_core.startup.memory_budget import gib, no_room, refused
+from wavecore.engine_core.startup.memory_budget import SMALLER_STEPS, gib, no_room, refused, would_fit
 from wavecore.kernels import ops
 from wavecore.kernels.attention.shapes import refusal
 from wavecore.parallel.layers import exact_float32
@@ -65,7 +65,7 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through
     progress("kv_cache", 0.0)
-    with refused("the tables of all requests do not fit into memory", [], smaller_steps=True):
+    with refused("the tables of all requests do not fit into memory", SMALLER_STEPS):
         model = Decoder(spec, parameters, length)
         runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens)
     allocate_kv_cache(runner, config)
@@ -76,7 +76,7 @@ def _load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device,
     """Names and shapes are checked first: a config that lies about sizes says so, and allocates nothing."""
     spec, path = source.spec, source.path
     opened = open_folder(path, spec, device) if source.gguf is None else nullcontext(open_gguf(source.gguf, spec))
-    half = ["dtype bfloat16"] if dtype == torch.float32 else []
+    half = would_fit(["dtype bfloat16"] if dtype == torch.float32 else [])
     with opened as tensors:
         check_weights(source, dtype, device)
         with refused(f"the weights of {path} do not fit into memory", half):  # by their sizes they do: half surely does
@@ -93,11 +93,10 @@ def check_weights(source: ModelSource, dtype: torch.dtype, device: torch.device)
     need, (free, total) = source.spec.num_parameters * dtype.itemsize, free_memory(device)
     if need <= free:
         return
-    holders = f" (others: processes {processes(device)})" if device.type == "cuda" else ""
     raise no_room(
         f"the weights of {source.path} take {gib(need)} as {str(dtype).removeprefix('torch.')}, and of {device}'s "
-        f"{gib(total)} only {gib(free)} are free{holders}",
-        ["dtype bfloat16"] if 2 * source.spec.num_parameters <= free else [],
+        f"{gib(total)} only {gib(free)} are free",
+        would_fit(["dtype bfloat16"] if 2 * source.spec.num_parameters <= free else []),
     )
 
 

@@ -17,6 +17,7 @@ from wavecore.transport.errors import ConfigError, ResourceError, WavecoreError
 GIB = 1 << 30
 MARGIN = 128 << 20  # no two starts measure quite the same: what one suggests should fit the next
 SLACK = 256 << 20  # fragments of the allocator, embeddings of a second step in flight, kernels that are loaded later
+SMALLER_STEPS = "lower max_num_batched_tokens and max_num_seqs"  # how far, nobody has measured
 
 
 def gib(size: int) -> str:
@@ -72,8 +73,16 @@ class MemoryBudget:
         room = min(int(self.total * self.utilization), self.total - self.others)
         return room - self.weights - self.tables - self.activations - self.graphs
 
-    def remedies(self, config: EngineConfig, need: KVCacheNeed) -> list[str]:
-        """The settings that make room for the least KV cache, with a margin; none where only smaller steps could."""
+    def advice(self, config: EngineConfig, need: KVCacheNeed) -> str:
+        """What makes room for the least KV cache: settings with a margin, else smaller steps; "" where nothing does."""
+        return would_fit(self._fitting_settings(config, need)) or self.advice_on_steps(need)
+
+    def advice_on_steps(self, need: KVCacheNeed) -> str:
+        """To make steps smaller, where ones that take next to nothing would leave room for a KV cache; else ""."""
+        smallest = replace(self, utilization=1.0, tables=0, activations=SLACK, graphs=0)
+        return SMALLER_STEPS if smallest.kv_cache >= 2 * need.block_bytes + MARGIN else ""
+
+    def _fitting_settings(self, config: EngineConfig, need: KVCacheNeed) -> list[str]:
         if config.num_gpu_blocks_override:
             blocks = (self.kv_cache - MARGIN) // need.block_bytes
             return [f"num_gpu_blocks_override {blocks}"] if blocks > 1 else []
@@ -91,63 +100,45 @@ class MemoryBudget:
 
     def fitting_utilization(self, kv_cache: int) -> float | None:
         """The least gpu_memory_utilization, in hundredths, that leaves `kv_cache` bytes; None: others hold too much."""
-        least = self.weights + self.tables + self.activations + self.graphs + kv_cache
-        for hundredths in range(max(1, 100 * least // self.total), 101):
-            if replace(self, utilization=hundredths / 100).kv_cache >= kv_cache:
-                return hundredths / 100
-        return None
+        shares = (hundredths / 100 for hundredths in range(1, 101))
+        return next((share for share in shares if replace(self, utilization=share).kv_cache >= kv_cache), None)
 
     def _fitting_length(self, need: KVCacheNeed) -> int:
         """Tokens of the longest sequence that fits beside the null block, 0 for none."""
         return max(0, (self.kv_cache - MARGIN) // need.block_bytes - 1) * need.block_size
 
-    def smaller_steps_could_fit(self, need: KVCacheNeed) -> bool:
-        """Whether steps that take next to nothing would leave room for a KV cache."""
-        smallest = replace(self, utilization=1.0, tables=0, activations=SLACK, graphs=0)
-        return smallest.kv_cache >= 2 * need.block_bytes + MARGIN
-
-    def table(self, num_blocks: int, block_bytes: int, processes: str) -> str:
-        """The start's report.
-
-        Args:
-            processes: who the others are.
-        """
+    def table(self, num_blocks: int, block_bytes: int) -> str:
+        """The start's report."""
         rows = [
             ("weights", self.weights),
             ("tables of the requests and buffers of a step", self.tables),
             ("activations of the largest step", self.activations),
             ("graphs, reserved", self.graphs),
             (f"KV cache, {num_blocks} blocks", num_blocks * block_bytes),
-            (f"others: CUDA context and processes {processes}", self.others),
+            ("others: CUDA context, and other processes (see nvidia-smi)", self.others),
         ]
         rows += [("left free", self.total - sum(size for _, size in rows)), ("total", self.total)]
         lines = (f"  {size / GIB:8.2f} GiB  {name}" for name, size in rows)
         return f"GPU memory, gpu_memory_utilization {self.utilization:g}\n" + "\n".join(lines)
 
 
-def no_room(
-    what: str, remedies: Sequence[str], *, smaller_steps: bool = False, dtype: str = "", table: str = ""
-) -> WavecoreError:
-    """A refusal: what does not fit, what would help, and the table.
+def would_fit(settings: Sequence[str]) -> str:
+    """Advice: settings of which any makes room; "" without one."""
+    return f"it would fit with {', or '.join(settings)}" if settings else ""
 
-    Args:
-        remedies: settings under which it fits.
-        smaller_steps: where there are none, whether smaller steps may fit: how small nobody has measured.
-        dtype: of the model; where nothing is known to help, smaller numbers may.
-    """
-    if remedies:
-        return ConfigError(f"{what}; it would fit with {', or '.join(remedies)}{table}")
-    if smaller_steps:
-        return ConfigError(f"{what}; lower max_num_batched_tokens and max_num_seqs{table}")
-    setting = "no setting but perhaps dtype bfloat16" if dtype == "float32" else "no setting"
+
+def no_room(what: str, advice: str, table: str = "") -> WavecoreError:
+    """A refusal: what does not fit, what would help ("": no setting does), and the table."""
+    if advice:
+        return ConfigError(f"{what}; {advice}{table}")
     return ResourceError(
-        f"{what}, and {setting} makes room: free what other processes hold, or use another device or a smaller model"
-        f"{table}"
+        f"{what}, and no setting makes room: free what other processes hold, or use another device, a smaller model or "
+        f"a smaller dtype{table}"
     )
 
 
 @contextmanager
-def refused(what: str, remedies: Sequence[str], *, smaller_steps: bool = False) -> Iterator[None]:
+def refused(what: str, advice: str) -> Iterator[None]:
     """Where memory runs short inside, the start is refused with what does not fit and why; see `no_room`."""
     try:
         yield
@@ -155,4 +146,4 @@ def refused(what: str, remedies: Sequence[str], *, smaller_steps: bool = False) 
         reason = shortage(error)
         if not reason:
             raise
-        raise no_room(f"{what}: {reason}", remedies, smaller_steps=smaller_steps) from error
+        raise no_room(f"{what}: {reason}", advice) from error

@@ -50,12 +50,8 @@ def decode_attention(
         batch.block_tables.stride(0),
         batch.query_start,
         batch.seq_lens,
-        ranges.tile_start,
-        ranges.first_row,
-        ranges.size,
+        ranges,
         out,
-        ranges.partial,
-        ranges.weight_log,
         layer,
         num_layers,
         rows,
@@ -76,10 +72,7 @@ def decode_attention(
     )
     _merge[(max(rows, tokens) if zero_padding else rows, heads)](
         batch.query_start,
-        ranges.tile_start,
-        ranges.size,
-        ranges.partial,
-        ranges.weight_log,
+        ranges,
         out,
         rows,
         tokens,
@@ -101,12 +94,8 @@ def _decode(
     table_stride,
     query_start_ptr,
     seq_lens_ptr,
-    tile_start_ptr,
-    first_row_ptr,
-    size_ptr,
+    ranges,
     out_ptr,
-    partial_ptr,
-    weight_log_ptr,
     layer,
     num_layers,
     num_rows,
@@ -134,9 +123,9 @@ def _decode(
     """
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
-    size = tl.load(size_ptr)
+    size = tl.load(ranges.size)
     range_begin = program * size
-    range_end = tl.minimum(range_begin + size, tl.load(tile_start_ptr + num_rows))
+    range_end = tl.minimum(range_begin + size, tl.load(ranges.tile_start + num_rows))
     if range_begin >= range_end:
         return
 
@@ -149,11 +138,11 @@ def _decode(
     k_offset = (layer.to(tl.int64) * (2 * HKV) + kv_head) * (KV_BLOCK * DIM)
     v_offset = k_offset + HKV * KV_BLOCK * DIM
 
-    row = tl.load(first_row_ptr + program)
+    row = tl.load(ranges.first_row + program)
     at = range_begin
     while at < range_end:
-        row_begin = tl.load(tile_start_ptr + row) + ROW_COST
-        row_end = tl.load(tile_start_ptr + row + 1)
+        row_begin = tl.load(ranges.tile_start + row) + ROW_COST
+        row_end = tl.load(ranges.tile_start + row + 1)
         at = tl.maximum(at, row_begin)
         stop = tl.minimum(row_end, range_end)
         if stop > at:  # rows without tiles (prefill, padding, length 0) lie between
@@ -183,8 +172,8 @@ def _decode(
             else:
                 piece = 2 * program + (at > range_begin).to(tl.int32)
                 partial = piece.to(tl.int64) * HQ + head
-                tl.store(partial_ptr + (partial * DIM)[:, None] + d[None, :], acc, mask=here)
-                tl.store(weight_log_ptr + partial, peak + tl.log2(total), mask=g < GROUP)
+                tl.store(ranges.partial + (partial * DIM)[:, None] + d[None, :], acc, mask=here)
+                tl.store(ranges.weight_log + partial, peak + tl.log2(total), mask=g < GROUP)
         at = tl.maximum(range_begin, row_end)
         row += 1
 
@@ -192,10 +181,7 @@ def _decode(
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _merge(
     query_start_ptr,
-    tile_start_ptr,
-    size_ptr,
-    partial_ptr,
-    weight_log_ptr,
+    ranges,
     out_ptr,
     num_rows,
     num_tokens,
@@ -225,9 +211,9 @@ def _merge(
         return
     token = tl.load(query_start_ptr + index)
     after = tl.load(query_start_ptr + index + 1)
-    begin = tl.load(tile_start_ptr + index) + ROW_COST
-    end = tl.load(tile_start_ptr + index + 1)
-    size = tl.load(size_ptr)
+    begin = tl.load(ranges.tile_start + index) + ROW_COST
+    end = tl.load(ranges.tile_start + index + 1)
+    size = tl.load(ranges.size)
     first = begin // size
     last = tl.where(end > begin, (end - 1) // size, first - 1)  # a row of length 0 has no range: zero remains
     if (after - token != 1) | (first == last):
@@ -240,12 +226,12 @@ def _merge(
         there = program <= last
         piece = 2 * program + (begin > program * size).to(tl.int32)  # only the first range can begin with another row
         place = piece.to(tl.int64) * HQ + head
-        weight_log = tl.load(weight_log_ptr + place, mask=there, other=float("-inf"))
+        weight_log = tl.load(ranges.weight_log + place, mask=there, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(weight_log))
         weight = tl.exp2(weight_log - new_peak)
         shrink = tl.exp2(peak - new_peak)
         mask = there[:, None] & (d < DIM)[None, :]
-        part = tl.load(partial_ptr + (place * DIM)[:, None] + d[None, :], mask=mask, other=0.0)
+        part = tl.load(ranges.partial + (place * DIM)[:, None] + d[None, :], mask=mask, other=0.0)
         acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
         total = total * shrink + tl.sum(weight)
         peak = new_peak

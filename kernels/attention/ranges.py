@@ -11,7 +11,7 @@ the device once a step and read by every layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,9 +24,8 @@ ROW_COST = 2
 ROWS_AT_ONCE = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Ranges:
-    """Device tensors of the step's ranges, and room for their partial results.
+class Ranges(NamedTuple):
+    """Device tensors of the step's ranges, and room for their partial results, in a form that kernels take.
 
     Attributes:
         tile_start: int32 [R + 1], where each row begins in the list; the last entry is the list's length.
@@ -67,9 +66,7 @@ def make_ranges(batch: Batch, programs: int, heads: int, dim: int, window: int, 
     _map_ranges[(1,)](
         batch.query_start,
         batch.seq_lens,
-        made.tile_start,
-        made.first_row,
-        made.size,
+        made,
         rows,
         programs,
         WINDOW=window,
@@ -85,9 +82,7 @@ def make_ranges(batch: Batch, programs: int, heads: int, dim: int, window: int, 
 def _map_ranges(
     query_start_ptr,
     seq_lens_ptr,
-    tile_start_ptr,
-    first_row_ptr,
-    size_ptr,
+    ranges,
     num_rows,
     programs,
     WINDOW: tl.constexpr,
@@ -101,20 +96,20 @@ def _map_ranges(
         row = start + tl.arange(0, BLOCK_R)
         total += tl.sum(_tiles(query_start_ptr, seq_lens_ptr, row, num_rows, WINDOW, TILE, ROW_COST))
     size = tl.maximum((total + programs - 1) // programs, 1)
-    tl.store(tile_start_ptr + num_rows, total)
-    tl.store(size_ptr, size)
+    tl.store(ranges.tile_start + num_rows, total)
+    tl.store(ranges.size, size)
     done = 0
     for start in range(0, num_rows, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
         tiles = _tiles(query_start_ptr, seq_lens_ptr, row, num_rows, WINDOW, TILE, ROW_COST)
         last = done + tl.cumsum(tiles)
         first = last - tiles
-        tl.store(tile_start_ptr + row, first, mask=row < num_rows)
+        tl.store(ranges.tile_start + row, first, mask=row < num_rows)
         # the ranges whose first tile lies in a row: from ceil(first / size) to before ceil(last / size)
         program = (first + size - 1) // size
         after = (last + size - 1) // size
         for step in range(0, tl.max(after - program)):
-            tl.store(first_row_ptr + program + step, row, mask=program + step < after)
+            tl.store(ranges.first_row + program + step, row, mask=program + step < after)
         done += tl.sum(tiles)
 
 

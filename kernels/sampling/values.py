@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import triton
@@ -20,11 +21,12 @@ other."""
 
 
 class Values(NamedTuple):
-    """What every kernel of sampling gets: the logits and the parameters by slot, as in `SamplingRows`."""
+    """What every kernel of sampling gets: the logits, and of `SamplingRows` what makes values of them."""
 
     logits: Tensor
     stride: int
     vocab: int
+    allowed_stride: int
     slots: Tensor
     temperature: Tensor
     top_k: Tensor
@@ -32,33 +34,18 @@ class Values(NamedTuple):
     min_p: Tensor
     count_row: Tensor
     counts: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
+    repetition_penalty: Tensor
+    frequency_penalty: Tensor
+    presence_penalty: Tensor
     allowed_row: Tensor
     allowed: Tensor
-    allowed_stride: int
+
+
+_of_rows = attrgetter(*Values._fields[4:])
 
 
 def values_of(logits: Tensor, rows: SamplingRows) -> Values:
-    return Values(
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        rows.slots,
-        rows.temperature,
-        rows.top_k,
-        rows.top_p,
-        rows.min_p,
-        rows.count_row,
-        rows.counts,
-        rows.repetition_penalty,
-        rows.frequency_penalty,
-        rows.presence_penalty,
-        rows.allowed_row,
-        rows.allowed,
-        rows.allowed.stride(0),
-    )
+    return Values(logits, logits.stride(0), logits.shape[1], rows.allowed.stride(0), *_of_rows(rows))
 
 
 @triton.jit
@@ -91,9 +78,9 @@ def row_values(v, row, slot, token):
     count_row = tl.load(v.count_row + slot).to(tl.int64)
     if count_row >= 0:
         count = tl.load(v.counts + count_row * v.vocab + token, mask=inside, other=0)
-        repetition = tl.load(v.repetition + slot)
+        repetition = tl.load(v.repetition_penalty + slot)
         x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         output = count & _OUTPUT_COUNT
-        x -= tl.load(v.frequency + slot) * output.to(tl.float32)
-        x -= tl.where(output > 0, tl.load(v.presence + slot), 0.0)
+        x -= tl.load(v.frequency_penalty + slot) * output.to(tl.float32)
+        x -= tl.where(output > 0, tl.load(v.presence_penalty + slot), 0.0)
     return x / tl.where(is_greedy(v, slot), 1.0, tl.load(v.temperature + slot))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -325,7 +324,7 @@ def test_no_setting_is_suggested_when_none_makes_room(tmp_path: Path, measured: 
     give_back_memory()
     with held_by_another(measured[0].weights + measured[0].tables + 200 * MIB):
         message = refusal(ResourceError, folder, **settings)
-    assert "no setting makes room" in message and "others: CUDA context and processes" in message
+    assert "no setting makes room" in message and "others: CUDA context, and other processes" in message
     assert "fit with" not in message
 
 
@@ -356,34 +355,22 @@ def test_two_engines_share_one_gpu(wide_llama: Path, capsys: pytest.CaptureFixtu
     assert all(0.40 * total < cache < 0.45 * total for cache in caches), (caches, total)
 
 
-def listed_pids() -> set[str]:
-    """Of all processes on the GPUs, as nvidia-smi sees them; none where it sees no processes of containers."""
-    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    return {line for line in lines if line.isdigit()}
-
-
-def test_the_start_tells_what_others_hold_and_who_they_are(
+def test_the_start_tells_what_others_hold(
     wide_llama: Path, measured: list[MemoryBudget], caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"gpu_memory_utilization": 0.1, "max_num_seqs": 16}
     start(wide_llama, **settings)
     give_back_memory()
-    before, free = listed_pids(), torch.cuda.mem_get_info()[0]
+    free = torch.cuda.mem_get_info()[0]
     with held_by_another(40 << 30), caplog.at_level("INFO", "wavecore.engine_core.startup.kv_cache_size"):
         caplog.clear()
         runner = start(wide_llama, **settings)
-        new = listed_pids() - before
     alone, crowded = measured
     assert crowded.others - alone.others >= free - (40 << 30) - 64 * MIB
     [table] = [message for message in caplog.messages if message.startswith("GPU memory, gpu_memory_utilization 0.1")]
-    others = re.search(r"([\d.]+) GiB  others: CUDA context and processes (.*)", table)
+    others = re.search(r"([\d.]+) GiB  others: CUDA context, and other processes", table)
     assert others is not None and float(others[1]) == pytest.approx(crowded.others / (1 << 30), abs=0.01)
     assert f"KV cache, {runner.info.num_blocks} blocks" in table
-    pids = set(re.findall(r"\d+", others[2]))
-    assert new <= pids and str(os.getpid()) not in pids
-    if not listed_pids():
-        assert others[2] == "(none listed)"
 
 
 def test_a_users_kernel_is_judged_on_the_engines_device_and_dtype(wide_llama: Path) -> None:

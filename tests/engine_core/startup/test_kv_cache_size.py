@@ -104,8 +104,6 @@ class Device:
         for name, value in values.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(kv_cache_size, "gc", SimpleNamespace(collect=lambda: None))  # slow, and nothing to collect
-        for module in (kv_cache_size, loader):
-            patch.setattr(module, "processes", lambda _device: "77 (9 MiB)")
 
     def use(self, size: int) -> None:
         """Take and give back: the peak remains."""
@@ -182,7 +180,7 @@ def start(gpu: Gpu, model: ModelSpec, config: EngineConfig, noise: int = 0, crow
         device.take(device.weights)
         block_size = config.block_size or loader.choose_block_size(model.kv_values_per_token * dtype.itemsize)
         length = loader._max_model_len(config, model, block_size, dtype, CUDA)
-        with refused("the tables of all requests do not fit into memory", [], smaller_steps=True):
+        with refused("the tables of all requests do not fit into memory", LOWER):
             device.take(gpu.tables(model, config, length))
         runner = Runner(device, model, length, block_size, config.dtype)
         allocate_kv_cache(runner, config)  # type: ignore[arg-type]
@@ -290,7 +288,6 @@ def size(monkeypatch: pytest.MonkeyPatch) -> Size:
         assert runner.block_bytes == 2 * MIB
         budget = replace(measured, utilization=1.0) if config.num_gpu_blocks_override else measured
         monkeypatch.setattr(kv_cache_size, "measure", lambda *_: (budget, reason))
-        monkeypatch.setattr(kv_cache_size, "processes", lambda _device: "77 (9 MiB)")
         allocate_kv_cache(runner, config)  # type: ignore[arg-type]
         return runner, runner.info.num_blocks
 
@@ -317,7 +314,7 @@ def refused_size(size: Size, measured: MemoryBudget, kind: type[Exception] = Con
 def test_the_share_that_would_fit(measured: MemoryBudget, utilization: str | None, size: Size) -> None:
     if utilization is None:
         message = refused_size(size, measured, ResourceError)
-        assert "no setting makes room" in message and "processes 77 (9 MiB)" in message
+        assert "no setting makes room" in message and "125.00 GiB  others: CUDA context, and other proc" in message
     else:
         assert f"gpu_memory_utilization {utilization}" in refused_size(size, measured)
         runner, blocks = size(replace(measured, utilization=float(utilization)))
@@ -384,7 +381,7 @@ def test_the_start_tells_where_the_memory_is(size: Size, caplog: pytest.LogCaptu
     measured = gib(24, 0.9, 15, 2, 1)
     with caplog.at_level("INFO", "wavecore"):
         _, blocks = size(measured)
-    assert measured.table(blocks, 2 * MIB, "77 (9 MiB)") in caplog.messages
+    assert measured.table(blocks, 2 * MIB) in caplog.messages
 
 
 # --- what is suggested starts -----------------------------------------------------------------------------------------
@@ -467,8 +464,7 @@ def test_no_setting_is_said_to_help_only_where_none_does(start_: tuple[Gpu, str,
     crowded = replace(gpu, others=gpu.others + 2 * MARGIN)
     if isinstance(error, ResourceError):
         assert "no setting" in str(error)
-        dtypes = {config.dtype} if "perhaps dtype bfloat16" in str(error) else {config.dtype, "bfloat16"}
-        assert all(refusal(crowded, model, replace(least, dtype=dtype)) is not None for dtype in dtypes)
+        assert refusal(crowded, model, least) is not None
 
 
 @pytest.mark.parametrize(
@@ -516,7 +512,7 @@ def test_the_cache_that_others_took_meanwhile() -> None:
     gpu = Gpu(40 * GIB, GIB, 200_000)
     config = EngineConfig(dtype="bfloat16", max_model_len=8192)
     error = refusal(gpu, SPECS["8B"], config, crowd=10 * GIB)
-    assert error is not None and "does not fit into memory: CUDA out of memory; it would fit with a new" in str(error)
+    assert error is not None and "does not fit into memory: CUDA out of memory; start again: others" in str(error)
     assert "the KV cache of" in str(error)
     start(replace(gpu, others=11 * GIB), SPECS["8B"], config)
 
@@ -540,26 +536,17 @@ def test_a_suggested_size_of_a_cpu_cache_starts(tiny_llama: Path) -> None:
         load(tiny_llama, **{"kv_cache_memory_gib": 4e-5, **settings, **each})
 
 
-def test_swap_space_and_blocks_that_no_host_has(tiny_llama: Path) -> None:
-    for asked in ({"swap_space_gib": 900_000}, {"num_gpu_blocks_override": (1 << 31) - 1, "block_size": 1 << 16}):
-        with pytest.raises(ConfigError) as error:
-            load(tiny_llama, **asked)
-        [each] = suggestions(str(error.value))
-        assert list(each) == list(asked)[:1]
-        if "num_gpu_blocks_override" in each:
-            load(tiny_llama, **asked | each)
-        else:  # would take half of the host's memory at once
-            assert 0 <= each["swap_space_gib"] * GIB < 0.7 * host_memory()[0]
-    cache: dict[str, Any] = {"num_gpu_blocks_override": None, "block_size": 1 << 16, "enable_prefix_caching": False}
-    with pytest.raises(ConfigError, match="kv_cache_memory_gib") as error:
-        load(tiny_llama, max_num_seqs=65_536, max_num_batched_tokens=65_536, kv_cache_memory_gib=9e9, **cache)
-    [each] = suggestions(str(error.value))
-    load(tiny_llama, **cache | each)
-
-
-def test_blocks_to_swap_to_count_with_those_of_the_cache(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_size, "host_memory", lambda: (GIB, GIB))
+def test_swap_space_that_no_host_has(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        load(tiny_llama, num_gpu_blocks_override=(1 << 31) - 1, block_size=1 << 16, swap_space_gib=0.5)
-    # Blocks of 192 MiB: four in nine tenths of the memory, two to swap to among them.
-    assert suggestions(str(error.value)) == [{"num_gpu_blocks_override": 2}]
+        load(tiny_llama, swap_space_gib=900_000)
+    [each] = suggestions(str(error.value))
+    assert list(each) == ["swap_space_gib"]
+    assert 0 <= each["swap_space_gib"] * GIB < 0.7 * host_memory()[0]  # would take half of the host's memory at once
+
+
+@pytest.mark.parametrize(("name", "value"), [("kv_cache_memory_gib", 9e9), ("num_gpu_blocks_override", (1 << 31) - 1)])
+def test_a_cache_that_no_host_has(tiny_llama: Path, name: str, value: float) -> None:
+    asked: dict[str, Any] = {"num_gpu_blocks_override": None, "block_size": 1 << 16, "enable_prefix_caching": False}
+    asked |= {"max_num_seqs": 65_536, "max_num_batched_tokens": 65_536, name: value}
+    with pytest.raises(ConfigError, match=f"the KV cache of .* does not fit into memory: .*; lower {name}$"):
+        load(tiny_llama, **asked)

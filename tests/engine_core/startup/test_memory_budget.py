@@ -9,7 +9,15 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from wavecore.engine_core.startup.memory_budget import GIB, KVCacheNeed, MemoryBudget, no_room, refused
+from wavecore.engine_core.startup.memory_budget import (
+    GIB,
+    SMALLER_STEPS,
+    KVCacheNeed,
+    MemoryBudget,
+    no_room,
+    refused,
+    would_fit,
+)
 from wavecore.transport.errors import ConfigError, ResourceError
 
 MIB = 1 << 20
@@ -63,7 +71,7 @@ def test_two_engines_of_one_gpu_have_a_share_each() -> None:
 def test_smaller_steps_help_only_where_the_weights_leave_room(budget: MemoryBudget, block_bytes: int) -> None:
     need = KVCacheNeed(block_size=16, block_bytes=block_bytes, least=513, longer_tables=0)
     beside = budget.total - budget.others - budget.weights
-    if budget.smaller_steps_could_fit(need):
+    if budget.advice_on_steps(need):
         assert beside > 2 * block_bytes
     elif budget.activations >= 384 * MIB:  # steps that are measured take no less
         assert budget.kv_cache < 2 * block_bytes
@@ -72,30 +80,29 @@ def test_smaller_steps_help_only_where_the_weights_leave_room(budget: MemoryBudg
 def test_the_table() -> None:
     budget = MemoryBudget(80 * GIB, 0.9, 16 * GIB, 2 * GIB, 4 * GIB, GIB, GIB // 2)
     assert budget.kv_cache == 49 * GIB
-    lines = budget.table(num_blocks=1000, block_bytes=32 * MIB, processes="12 (100 MiB)").splitlines()
+    lines = budget.table(num_blocks=1000, block_bytes=32 * MIB).splitlines()
     assert lines[0] == "GPU memory, gpu_memory_utilization 0.9"
     rows = [line.split(" GiB  ") for line in lines[1:]]
     assert [float(size) for size, _ in rows] == [16, 2, 4, 1, 31.25, 0.5, 25.25, 80]
     names = ["weights", "tables", "activations", "graphs", "KV cache, 1000 blocks", "others", "left free", "total"]
     assert all(name.startswith(start) for (_, name), start in zip(rows, names, strict=True))
-    assert "processes 12 (100 MiB)" in lines[6]
 
 
 def test_a_refusal_says_what_helps() -> None:
-    error = no_room("it is large", ["dtype bfloat16", "max_model_len 8"], smaller_steps=True, table="\nGPU memory")
+    error = no_room("it is large", would_fit(["dtype bfloat16", "max_model_len 8"]), "\nGPU memory")
     assert type(error) is ConfigError
     assert str(error) == "it is large; it would fit with dtype bfloat16, or max_model_len 8\nGPU memory"
-    error = no_room("it is large", [], smaller_steps=True)
+    error = no_room("it is large", SMALLER_STEPS)
     assert type(error) is ConfigError
     assert str(error) == "it is large; lower max_num_batched_tokens and max_num_seqs"
-    error = no_room("it is large", [], dtype="float32")
+    error = no_room("it is large", would_fit([]))
     assert type(error) is ResourceError
-    assert str(error).startswith("it is large, and no setting but perhaps dtype bfloat16 makes room: free what other")
+    assert str(error).startswith("it is large, and no setting makes room: free what other")
 
 
 def test_only_a_shortage_of_memory_is_a_refusal() -> None:
     fits = "tables: CUDA out of memory; it would fit with dtype bfloat16$"
-    with pytest.raises(ConfigError, match=fits), refused("tables", ["dtype bfloat16"]):
+    with pytest.raises(ConfigError, match=fits), refused("tables", would_fit(["dtype bfloat16"])):
         raise torch.OutOfMemoryError("CUDA out of memory\nmore lines")
-    with pytest.raises(RuntimeError, match="no kernel image"), refused("tables", []):
+    with pytest.raises(RuntimeError, match="no kernel image"), refused("tables", ""):
         raise RuntimeError("no kernel image")

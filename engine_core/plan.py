@@ -199,8 +199,6 @@ class Runner(Protocol):
             NotSupportedError: this runner has no attention.
         """
 
-    def shutdown(self) -> None: ...
-
 
 class RequestFault(WavecoreError):
     """The step failed, and one request is at fault: it ends, all others are computed again.

@@ -59,7 +59,7 @@ def bench_loop(running: int, waiting: int, steps: int) -> str:
     requests = [core.admit(add) for add in adds]
     for request in requests[:running]:
         core.add(request)
-    while len(core.requests.waiting) or core.counters.steps < 50:
+    while len(core.requests.waiting) or core.requests.totals.steps < 50:
         core.step()
     enqueue = per_item(requests[running:], core.add)
     phases = []

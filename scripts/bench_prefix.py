@@ -55,7 +55,6 @@ def measure(model: str, caching: bool, args: argparse.Namespace) -> tuple[list[f
     second = run(core, turns, args.tokens, args.requests)
     seconds = [middle - start, time.perf_counter() - middle]
     computed = core.requests.totals.prompt_tokens - before
-    core.shutdown()
     return seconds, computed, first + second
 
 

@@ -176,7 +176,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ROWS:
         if name != IN_LINE or copy_in_line(load.core.runner):
             line(measure(load, name, args.rounds, args.every))
-    load.core.shutdown()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.io.input_pump import InputPump
 from wavecore.transport.io.output_pump import OutputPump
 from wavecore.transport.wire.codec import decode, encode
-from wavecore.transport.wire.messages import Add, Counters, Ready, Step, StepTokens
+from wavecore.transport.wire.messages import Add, Ready, Step, StepTokens
 from wavecore.transport.wire.step_tokens import merge
 from wavecore.transport.wire.tensors import from_numpy
 
@@ -84,7 +84,7 @@ def bench_sockets(rounds: int = 2000) -> None:
             engine=0,
             version="bench",
             resolved={},
-            counters=lambda: Counters(0, 0, 0, 0),
+            load=lambda: 0,
             input_queue=inbound,
         )
         inputs = InputPump(f"ipc://{folder}/input", output, admit=lambda add: add, input_queue=inbound)

@@ -121,9 +121,9 @@ class Source:
             lambda: messages.Hello("0.1"),
             lambda: messages.Ping(TOKEN, n(), True),
             lambda: messages.Ready(TOKEN, "0.1", n(), table),
-            lambda: messages.Step(TOKEN, n(), self.step_tokens(), (1, 2, 3)),
+            lambda: messages.Step(TOKEN, n(), self.step_tokens(), n()),
             lambda: messages.Result(TOKEN, n(), n(), True, "", "", self.value(), (self.tensor(), self.tensor())),
-            lambda: messages.Heartbeat(TOKEN, n(), n(), n(), n(), n(), n(), 1.5),
+            lambda: messages.Heartbeat(TOKEN, n(), n(), True),
             lambda: messages.UnknownClient(TOKEN),
             lambda: messages.Dead(TOKEN, "code", "message", "phase", 0, "traceback"),
         ]

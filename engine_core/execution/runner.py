@@ -195,9 +195,6 @@ class ModelRunner:
         """
         return attention_map(self.model, self.info, prompt, layer, head)
 
-    def shutdown(self) -> None:
-        """Nothing runs between calls."""
-
     def _time_swap(self) -> float:
         """Seconds to copy one block to the host: the best of three, the first being slow."""
         return min(timeit.repeat(lambda: self.host_kv_cache[0].copy_(self.kv_cache[0]), number=1, repeat=3))

@@ -145,9 +145,6 @@ class ScriptedRunner:
     def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:  # noqa: ARG002 (the interface)
         raise NotSupportedError("a scripted model has no attention")
 
-    def shutdown(self) -> None:
-        self.queue.clear()
-
     def run(self, plan: StepPlan) -> StepResult:
         """Apply the plan's events, write the KV of all rows, then read: like the layers of a model do."""
         self._transfer(plan.after)

@@ -24,11 +24,11 @@ from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.scheduler import Scheduler
 from wavecore.engine_core.scheduling.step_update import update
 from wavecore.transport.errors import Overloaded, from_code
-from wavecore.transport.wire.messages import U32, Add, Counters, FinishReason, StepTokens
+from wavecore.transport.wire.messages import U32, Add, FinishReason, StepTokens
 
 
 class EngineCore:
-    """Scheduler and runner of one engine. Everything but `admit` and `counters` belongs to one thread."""
+    """Scheduler and runner of one engine. Everything but `admit` belongs to one thread."""
 
     def __init__(self, config: EngineConfig, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
@@ -154,12 +154,3 @@ class EngineCore:
         weight = 0.2 if self._token_seconds else 1.0
         self._token_seconds += weight * (seconds / tokens - self._token_seconds)
         self.requests.kv.swap_pays = 2 * info.swap_block_seconds <= self._token_seconds * info.block_size
-
-    @property
-    def counters(self) -> Counters:
-        requests = self.requests
-        return Counters(requests.totals.steps, requests.num_running, len(requests.waiting), requests.num_tokens)
-
-    def shutdown(self) -> None:
-        self.in_flight.clear()
-        self.runner.shutdown()

@@ -79,7 +79,7 @@ class EngineCoreProc:
             engine=index,
             version=VERSION,
             resolved=self._resolved,
-            counters=lambda: core.counters,
+            load=lambda: core.requests.num_tokens,
             input_queue=self.input_queue,
             curve=curve,
         )
@@ -122,7 +122,6 @@ class EngineCoreProc:
             self._output.stop()
             self._input.join(_JOIN_SECONDS)
             self._output.join(_JOIN_SECONDS)
-            self.core.shutdown()
 
     def run_busy_loop(self) -> None:
         """Drain the input, step, hand out; until stopped and out of work."""
@@ -136,8 +135,7 @@ class EngineCoreProc:
             if moved:
                 self._progress.beat()
             if outputs:
-                now = core.counters
-                self._output.put(outputs, (now.running, now.waiting, now.tokens))
+                self._output.put(outputs, core.requests.num_tokens)
 
     def _process_input_queue(self, moved: bool) -> None:
         if not self.core.has_work:

@@ -101,7 +101,7 @@ class InFlight:
 
     def deliver(self, engine: RemoteEngine, step: Step) -> None:
         """Hand the rows of a step to their mailboxes."""
-        engine.report(step.load[2])
+        engine.report(step.load)
         output = step.output
         tokens, extras, frames = output.tokens.tolist(), output.extras, output.frames
         touched: list[Mailbox] = []

@@ -65,14 +65,10 @@ class ClientStream:
         self._waiting: list[StepTokens] = []
         self._waiting_bytes = 0
         self._waiting_merged = 0  # how many parts of _waiting the last merge left
-        self._load = (0, 0, 0)
+        self._load = 0
         self._silent_ticks = 0
         self._absent_ticks = 0
         self._stalled_ticks = 0
-
-    @property
-    def last_number(self) -> int:
-        return self._outbox.last_number
 
     @property
     def has_output(self) -> bool:
@@ -105,7 +101,7 @@ class ClientStream:
             return f"it read nothing for {self._limits.stalled_ticks} s while output waited"
         return ""
 
-    def put(self, output: StepTokens, load: tuple[int, int, int]) -> None:
+    def put(self, output: StepTokens, load: int) -> None:
         self._waiting.append(output)
         self._waiting_bytes += size_of(output)
         self._load = load

@@ -33,7 +33,6 @@ from wavecore.transport.io.sessions import Sessions
 from wavecore.transport.wire.codec import Frames, decode, encode
 from wavecore.transport.wire.messages import (
     Bye,
-    Counters,
     Dead,
     Heartbeat,
     Hello,
@@ -73,7 +72,7 @@ class OutputPump(IoThread):
         address: where to bind; `endpoint` is what was bound.
         epoch: 16 random bytes that name this life of the engine.
         resolved: told to every client in READY.
-        counters: read at every heartbeat, in this thread.
+        load: known tokens of all requests; asked at every heartbeat, in this thread.
         input_queue: gets ClientGone and IoThreadFailed.
         curve: keys, for tcp.
 
@@ -94,7 +93,7 @@ class OutputPump(IoThread):
         engine: int,
         version: str,
         resolved: dict[str, Any],
-        counters: Callable[[], Counters],
+        load: Callable[[], int],
         input_queue: SimpleQueue[Any],
         curve: CurveServer | None = None,
         limits: ClientLimits | None = None,
@@ -105,7 +104,7 @@ class OutputPump(IoThread):
         self._poller.register(self._router, zmq.POLLIN)
         self._epoch = epoch
         self._ready = encode(Ready(epoch, version, engine, resolved))
-        self._counters = counters
+        self._load = load
         self._input_queue = input_queue
         self._limits = limits or ClientLimits()
         self.sessions = Sessions(epoch, self._limits.calls)
@@ -115,8 +114,8 @@ class OutputPump(IoThread):
         self._ended = threading.Event()
         self._complaints = Complaints(logger)
 
-    def put(self, outputs: Mapping[bytes, StepTokens], load: tuple[int, int, int] = (0, 0, 0)) -> None:
-        """Output of one step, by client_id. The arrays must not be written to afterwards."""
+    def put(self, outputs: Mapping[bytes, StepTokens], load: int = 0) -> None:
+        """Output of one step, by client_id, and the engine's load. The arrays must not be written to afterwards."""
         while len(self._calls) >= MAX_CALLS and not self._ended.is_set():
             self._drained.clear()
             self._drained.wait(0.1)  # it may have drained between the check and the clear
@@ -225,7 +224,7 @@ class OutputPump(IoThread):
         else:  # until the next tick, for what is on its way
             stream.leaving = True
 
-    def _put(self, outputs: Mapping[bytes, StepTokens], load: tuple[int, int, int]) -> None:
+    def _put(self, outputs: Mapping[bytes, StepTokens], load: int) -> None:
         for client_id, output in outputs.items():
             stream = self._streams.get(client_id)
             if stream is None:  # its requests outlived it: it left while they were queued
@@ -262,10 +261,8 @@ class OutputPump(IoThread):
             self._send(client_id, frames)
 
     def _heartbeat(self, client_id: bytes, seen: int, gap: bool) -> None:
-        stream = self._streams.get(client_id)
-        if stream is not None:
-            beat = Heartbeat(self._epoch, stream.last_number, seen, *self._counters(), time.monotonic(), gap)
-            self._send(client_id, encode(beat))
+        if client_id in self._streams:
+            self._send(client_id, encode(Heartbeat(self._epoch, seen, self._load(), gap)))
 
     def _flush(self) -> None:
         for client_id in self._dirty:

@@ -7,7 +7,6 @@ alone, since the codec says which field of which message it was, and serve both 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -18,7 +17,6 @@ MAX_DEPTH = 16
 MAX_TEXT = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 LEAST, MOST = -(1 << 63), (1 << 64) - 1  # of the whole numbers that msgpack can carry
-FINITE = (-sys.float_info.max, sys.float_info.max)
 
 
 def shown(value: Any) -> str:

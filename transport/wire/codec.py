@@ -23,7 +23,7 @@ import numpy as np
 
 from wavecore.transport.errors import MessageTooLarge, ProtocolError
 from wavecore.transport.wire import messages
-from wavecore.transport.wire.checks import FINITE, ON_WIRE, bytes16, plain, table, text
+from wavecore.transport.wire.checks import ON_WIRE, bytes16, plain, table, text
 from wavecore.transport.wire.messages import StepTokens, TensorFrame
 from wavecore.transport.wire.step_tokens import check_step_tokens
 from wavecore.transport.wire.tensors import (
@@ -224,13 +224,6 @@ def _read_step_tokens(raw: Any, tensors: TensorReader) -> StepTokens:
     return output
 
 
-def _load(value: Any) -> tuple[int, int, int]:
-    if not isinstance(value, list | tuple) or len(value) != 3:
-        raise ProtocolError("must be three whole numbers")
-    whole = ON_WIRE.whole
-    return (whole("", value[0], 0, MAX_COUNT), whole("", value[1], 0, MAX_COUNT), whole("", value[2], 0, MAX_COUNT))
-
-
 _U32 = np.dtype("<u4")
 _COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
     "handles": _U32,
@@ -243,7 +236,7 @@ _COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("epoch", "client_id"), _scalar(bytes16)),
     **dict.fromkeys(("number", "sent", "seen"), _whole(0, (1 << 63) - 1)),
-    **dict.fromkeys(("call", "engine", "steps", "running", "waiting", "tokens"), _whole(0, MAX_COUNT)),
+    **dict.fromkeys(("call", "engine", "load"), _whole(0, MAX_COUNT)),
     **dict.fromkeys(
         ("version", "method", "error_code", "error", "code", "message", "phase", "traceback"), _scalar(text)
     ),
@@ -252,7 +245,6 @@ KINDS: dict[str, Kind] = {
     "handle": _whole(0, (1 << 32) - 1),
     "handles": Kind(lambda value, _: _write_array(value, _U32), lambda raw, _: _read_array(raw, _U32)),
     "rank": _whole(-1, 1 << 20),
-    "monotonic": _scalar(lambda value: ON_WIRE.real("", value, *FINITE)),
     "prompt": Kind(_write_tensor, _read_tensor),
     "prompt_embeds": Kind(
         lambda value, tensors: None if value is None else _write_tensor(value, tensors),
@@ -260,7 +252,6 @@ KINDS: dict[str, Kind] = {
     ),
     "frames": Kind(_write_tensors, _read_tensors),
     "output": Kind(_write_step_tokens, _read_step_tokens),
-    "load": _scalar(_load),
     "value": _scalar(plain),
 }
 # Message n on the wire is the n-th of the union, from 1. Fields come in the order of the dataclass: new ones last.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +23,6 @@ MAX_RESULT_BYTES = 128 << 20  # of all frames of a Result; the engine refuses to
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
-
-
-class Counters(NamedTuple):
-    """An engine's load: steps so far, requests running and waiting, tokens known to those requests."""
-
-    steps: int
-    running: int
-    waiting: int
-    tokens: int
 
 
 class FinishReason(IntEnum):
@@ -172,13 +163,13 @@ class Step:
     """(numbered) Output of one step (or of several, merged) for one client.
 
     Attributes:
-        load: (requests running, requests waiting, tokens outstanding), for balancing.
+        load: known tokens of all requests of the engine, for balancing.
     """
 
     epoch: bytes
     number: int
     output: StepTokens
-    load: tuple[int, int, int] = (0, 0, 0)
+    load: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,19 +188,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Every second, and after every few messages. `steps` moves while there is work.
-
-    `sent` = highest number sent, `seen` = highest received in order; `gap` asks for everything after `seen` again.
-    """
+    """Every second, and after every few messages: `seen` and `gap` as in Ping, `load` as in Step."""
 
     epoch: bytes
-    sent: int
     seen: int
-    steps: int
-    running: int
-    waiting: int
-    tokens: int
-    monotonic: float
+    load: int
     gap: bool = False
 
 

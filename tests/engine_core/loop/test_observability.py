@@ -104,11 +104,8 @@ def test_log_line_and_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert not caplog.text
 
 
-def test_counters() -> None:
+def test_load() -> None:
     driver = busy()
-    counters = driver.core.counters
-    assert (counters.steps, counters.running, counters.waiting) == (1, 1, 3)
-    assert counters.tokens == 41 + 40 + 5 + 6
+    assert driver.core.requests.num_tokens == 41 + 40 + 5 + 6
     driver.run()
-    counters = driver.core.counters
-    assert (counters.running, counters.waiting, counters.tokens) == (0, 0, 0)
+    assert driver.core.requests.num_tokens == 0

@@ -88,7 +88,7 @@ class FakePump:
             extras or {},
             frames,
         )
-        self.on_event(index, Step(self.epochs[index], 1, output, (0, 0, load)))
+        self.on_event(index, Step(self.epochs[index], 1, output, load))
 
     def disconnect(self, index: int) -> None:
         self.on_event(index, Disconnected("gone"))

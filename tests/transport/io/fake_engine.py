@@ -26,7 +26,7 @@ from wavecore.transport.io.input_pump import InputPump
 from wavecore.transport.io.io_thread import IoThreadFailed
 from wavecore.transport.io.output_pump import ClientGone, OutputPump
 from wavecore.transport.wire import delivery
-from wavecore.transport.wire.messages import Abort, Add, Counters, FinishReason, StepTokens, Utility
+from wavecore.transport.wire.messages import Abort, Add, FinishReason, StepTokens, Utility
 from wavecore.transport.wire.step_tokens import finish_rows
 from wavecore.transport.wire.tensors import from_numpy
 
@@ -73,7 +73,7 @@ class FakeEngine:
             engine=0,
             version="test",
             resolved={"model": "fake"},
-            counters=lambda: Counters(self.steps, len(self.open), 0, 0),
+            load=lambda: len(self.open),
             input_queue=self.queue,
             curve=curve,
             limits=limits,
@@ -162,7 +162,7 @@ class FakeEngine:
             outputs.setdefault(client, []).append(
                 (handle, tokens, FinishReason.LENGTH if ended else 0, payload(handle, sent, frame) if frame else None)
             )
-        self.output.put({client: _step_tokens(rows) for client, rows in outputs.items()}, (len(self.open), 0, 0))
+        self.output.put({client: _step_tokens(rows) for client, rows in outputs.items()}, len(self.open))
 
 
 def _step_tokens(rows: list[Any]) -> StepTokens:

@@ -46,13 +46,14 @@ def test_engine_may_appear_after_the_client(make_engine: Any, make_client: Any, 
 
 
 @pytest.mark.usefixtures("quick_clocks")
-def test_heartbeats_carry_the_step_counter(make_engine: Any, make_client: Any) -> None:
-    engine, client = make_engine(), make_client()
+def test_heartbeats_carry_the_load(make_engine: Any, make_client: Any) -> None:
+    engine, client = make_engine(pace=0.01), make_client()
     client.connect(engine.addresses)
-    client.wait_ends(client.add(count=5))
+    handle = client.add(count=1000)
     client.wait_for(
-        lambda: any(isinstance(event, Heartbeat) and event.steps >= 5 for event in client.events), "a heartbeat"
+        lambda: any(isinstance(event, Heartbeat) and event.load == 1 for event in client.events), "a heartbeat"
     )
+    client.abort(handle)
 
 
 def test_abort_ends_a_request_once_and_may_repeat(make_engine: Any, make_client: Any) -> None:

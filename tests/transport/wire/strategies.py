@@ -59,7 +59,6 @@ def step_tokens(draw: st.DrawFn) -> m.StepTokens:
     )
 
 
-load = st.tuples(count, count, count)
 frames = st.lists(tensors(), max_size=4).map(tuple)
 
 messages = st.one_of(
@@ -71,12 +70,9 @@ messages = st.one_of(
     st.builds(m.Hello, text),
     st.builds(m.Ping, token16, number, st.booleans()),
     st.builds(m.Ready, token16, text, count, table),
-    st.builds(m.Step, token16, number, step_tokens(), load),
+    st.builds(m.Step, token16, number, step_tokens(), count),
     st.builds(m.Result, token16, number, count, st.booleans(), text, text, plain, frames),
-    st.builds(
-        m.Heartbeat, token16, number, number, count, count, count, count,
-        st.floats(allow_nan=False, allow_infinity=False), st.booleans(),
-    ),
+    st.builds(m.Heartbeat, token16, number, count, st.booleans()),
     st.builds(m.UnknownClient, token16),
     st.builds(m.Dead, token16, text, text, text, st.integers(-1, 1 << 20), text),
     st.builds(m.Bye, token16, number),

@@ -202,7 +202,7 @@ def deep(levels: int) -> Any:
         m.Ping(EPOCH, -1),
         m.Ping(EPOCH, True),
         m.Hello("\ud800"),
-        m.Heartbeat(EPOCH, 0, 0, 0, 0, 0, 0, float("nan")),
+        m.Heartbeat(EPOCH, 0, -1),
         m.Utility(EPOCH, CLIENT, 1, 1, "m", {"x": object()}),
         m.Utility(EPOCH, CLIENT, 1, 1, "m", {"x": np.float32(1)}),
         m.Utility(EPOCH, CLIENT, 1, 1, "m", {"x": 1 << 64}),

@@ -16,6 +16,8 @@ from wavecore.kernels.reference import attention, layers, sampling
 
 P = ParamSpec("P")
 R = TypeVar("R")
+OPERATIONS: dict[str, Operation[..., Any]] = {}
+"""All of them, by name."""
 
 
 class Operation(Generic[P, R]):
@@ -28,6 +30,7 @@ class Operation(Generic[P, R]):
 
     def __init__(self, twin: Callable[P, R], module: str) -> None:
         update_wrapper(self, twin)
+        OPERATIONS[twin.__name__] = self
         self.twin = twin
         self.custom: Callable[P, R] | None = None
         self._module = module
@@ -60,18 +63,6 @@ silu_mul = Operation(layers.silu_mul, "activation")
 gelu_tanh_mul = Operation(layers.gelu_tanh_mul, "activation")
 sample = Operation(sampling.sample, "sampling.sample")
 copy_blocks = Operation(layers.copy_blocks, "copies")
-
-_ALL = (
-    prepare_batch,
-    add_rms_norm,
-    qk_norm_rope_kv_write,
-    paged_attention,
-    silu_mul,
-    gelu_tanh_mul,
-    sample,
-    copy_blocks,
-)
-OPERATIONS: dict[str, Operation[..., Any]] = {operation.twin.__name__: operation for operation in _ALL}
 
 
 def register_op(name: str, fn: Callable[..., Any], like: Tensor) -> None:

@@ -95,6 +95,7 @@ class Decoder:
             (x, residual), both [T, hidden]; their sum, normalised by `final`, is the hidden state.
         """
         spec, eps, offset = self.spec, self.spec.rms_norm_eps, self.spec.norm_offset
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
         activation = ops.gelu_tanh_mul if spec.gelu else ops.silu_mul
         residual: Tensor | None = None
         for i, layer in enumerate(self.layers):
@@ -102,17 +103,7 @@ class Decoder:
             qkv = linear(x, layer.qkv, layer.qkv_bias)
             table = self.tables[spec.rope_of_layer[i]]
             q = ops.qk_norm_rope_kv_write(
-                qkv,
-                layer.q_norm,
-                layer.k_norm,
-                eps,
-                table,
-                batch,
-                kv_cache,
-                i,
-                spec.num_heads,
-                spec.num_kv_heads,
-                offset,
+                qkv, layer.q_norm, layer.k_norm, eps, table, batch, kv_cache, i, heads, kv_heads, offset
             )
             if observe is not None:
                 observe(i, q)

@@ -70,11 +70,8 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
     """
     name, family = _family(config, path)
     read = Fields({**family.defaults, **config}, path)
-    heads, hidden, layers = (
-        read.whole("num_attention_heads"),
-        read.whole("hidden_size"),
-        read.whole("num_hidden_layers", high=MAX_LAYERS),
-    )
+    heads, hidden = read.whole("num_attention_heads"), read.whole("hidden_size")
+    layers = read.whole("num_hidden_layers", high=MAX_LAYERS)
     head_dim = read.whole("head_dim", hidden // heads)
     sliding = _sliding_layers(read, family, layers)
     window = read.whole("sliding_window", 0, low=0)
@@ -176,15 +173,15 @@ def _rope(read: Fields, settings: Any, head_dim: int) -> Rope:
     if kind not in ROPE_KINDS:
         raise NotSupportedError(f"{read.path}: rope type {kind!r:.40}; built in are {', '.join(ROPE_KINDS)}")
     inner = Fields({**read.values, **settings}, read.path)
-    original = inner.whole("original_max_position_embeddings", inner.whole("max_position_embeddings", 2048))
+    length = inner.whole("max_position_embeddings", 2048)
     return Rope(
         theta=inner.real("rope_theta", 1e4, above_zero=True),
         dim=int(head_dim * inner.real("partial_rotary_factor", 1.0, above_zero=True)),
         kind=kind,
         settings={
             **settings,
-            "original_max_position_embeddings": original,
-            "max_position_embeddings": inner.whole("max_position_embeddings", 2048),
+            "original_max_position_embeddings": inner.whole("original_max_position_embeddings", length),
+            "max_position_embeddings": length,
         },
     )
 

@@ -31,11 +31,8 @@ def from_gguf(file: GgufFile) -> ModelSpec:
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
-    heads, hidden, layers = (
-        read.whole("attention.head_count"),
-        read.whole("embedding_length"),
-        read.whole("block_count", high=MAX_LAYERS),
-    )
+    heads, hidden = read.whole("attention.head_count"), read.whole("embedding_length")
+    layers = read.whole("block_count", high=MAX_LAYERS)
     head_dim = read.whole("attention.key_length", hidden // heads)
     spec = ModelSpec(
         architecture=ARCHITECTURES[arch],

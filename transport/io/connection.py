@@ -248,7 +248,7 @@ class Connection:
             self._emit(message)
             return False
         if session is None or getattr(message, "epoch", None) != session.epoch:
-            self._complaints.add_if_lasting("message of another session", self._client_id)
+            self._complaints.add("message of another session", self._client_id.hex(), logging.DEBUG)
             return False
         self._silent_ticks = 0
         if not self._up:

@@ -96,7 +96,8 @@ class InputPump(IoThread):
         """The sender, if it is known and this is its next message, which then counts as received."""
         client = self._output.sessions.find(client_id, epoch)
         if client is None:
-            self._complaints.add_if_lasting("message of another life or of an unknown client", client_id)
+            # Normal after a restart: a peer sends its whole window again before it hears that this is another life.
+            self._complaints.add("message of another life or of an unknown client", client_id.hex(), logging.DEBUG)
             return None
         if self._input_queue.qsize() >= MAX_QUEUED:
             # Not received: the sender keeps it and sends it again. Admission and the bound on calls keep ordinary

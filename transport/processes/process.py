@@ -24,7 +24,8 @@ TAIL_LINES = 100
 TAIL_LINE_CHARS = 2000
 _CHUNK = 1 << 16
 _MAX_UNENDED = 1 << 20
-_SIGNALS = {
+_NAMES = {number.value: number.name for number in signal.Signals}
+_SIGNALS: dict[int, str] = {
     signal.SIGILL: "it ran an instruction that this CPU lacks: a wheel built for a newer CPU",
     signal.SIGBUS: "a mapped file shrank or shared memory is full: check the model files and /dev/shm",
     signal.SIGSEGV: "native code crashed; the stack, if any, is in its last output",
@@ -188,12 +189,12 @@ def explain_end(spec: ChildSpec, pid: int, returncode: int, output: Sequence[str
     if returncode >= 0:
         return f"{spec.name} (pid {pid}) exited with status {returncode}{_hint(output)}"
     number = -returncode
-    what = f"{spec.name} (pid {pid}) was ended by signal {number} ({_signal_name(number)})"
+    what = f"{spec.name} (pid {pid}) was ended by signal {number} ({_NAMES.get(number, 'a real-time signal')})"
     if number == signal.SIGKILL:
         if oom_kills() > oom_kills_before:
             return f"{what}: the kernel ran out of memory and killed it; {spec.memory_advice}"
         return f"{what}: somebody killed it, or a container's memory limit did (see dmesg and the container's events)"
-    return f"{what}: {_SIGNALS[signal.Signals(number)]}" if number in _SIGNALS else what
+    return f"{what}: {_SIGNALS[number]}" if number in _SIGNALS else what
 
 
 def _hint(output: Sequence[str]) -> str:
@@ -204,10 +205,3 @@ def _hint(output: Sequence[str]) -> str:
         return f": the Python package {found[1]} is not installed for the interpreter that started it"
     last = next((line for line in reversed(output) if line.strip()), "")
     return f"; its last line was: {last[:300]}" if last else " without a word"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "a real-time signal"

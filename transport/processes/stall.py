@@ -125,7 +125,7 @@ class StallWatch:
                 if int(task.name) in helpers or name.startswith("ZMQbg"):
                     continue
                 alive |= state in ("R", "D")
-                cpu += _run_seconds(task) or seconds
+                cpu += seconds
         grew = self._cpu_seconds is not None and cpu - self._cpu_seconds > COMPUTING_SHARE * TICK_SECONDS
         self._cpu_seconds = cpu
         return alive or grew
@@ -143,14 +143,6 @@ def _tasks(pid: int) -> list[Path]:
         return list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return []
-
-
-def _run_seconds(task: Path) -> float:
-    """CPU time by the scheduler's own clock, which is finer than the ticks in stat; 0 where the kernel has none."""
-    try:
-        return int((task / "schedstat").read_text().split()[0]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 def _read_stat(path: Path) -> tuple[str, str, float]:

@@ -34,7 +34,6 @@ class Outbox:
         self._cursor = 0  # index into _kept of the next to transmit
         self._waiting_since = 0.0  # when progress was last made or the stream was last sent again
         self.bytes = 0
-        self.repeats = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -65,7 +64,6 @@ class Outbox:
 
     def rewind(self, now: float) -> None:
         """The connection is new: all that is unacknowledged goes out again."""
-        self.repeats += self._cursor > 0
         self._cursor = 0
         self._waiting_since = now
 
@@ -97,8 +95,6 @@ class Inbox:
 
     def __init__(self) -> None:
         self.seen = 0
-        self.duplicates = 0
-        self.gaps = 0
         self._unreported = 0
         self._unreported_bytes = 0
         self._gap = False
@@ -112,10 +108,7 @@ class Inbox:
             self.seen = number
             self._gap = False
             return True
-        if number <= self.seen:
-            self.duplicates += 1
-        else:
-            self.gaps += 1
+        if number > self.seen:
             # One hole is reported once at once: every later message of a burst would otherwise ask again.
             self._gap = self._gap_reported_at != self.seen
         return False

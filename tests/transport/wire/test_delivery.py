@@ -132,7 +132,6 @@ def test_nothing_is_repeated_while_the_peer_is_silent_or_makes_progress() -> Non
     assert outbox.peek() is None
     assert not outbox.acknowledge(2, False, 11.1)
     assert outbox.peek() is not None  # a whole second without progress, and the peer lives
-    assert outbox.repeats == 1
 
 
 def test_gap_report_repeats_at_once_and_is_made_once_a_hole() -> None:
@@ -145,7 +144,6 @@ def test_gap_report_repeats_at_once_and_is_made_once_a_hole() -> None:
     assert not inbox.report_due
     outbox.acknowledge(2, True, 0.1)
     assert outbox.peek() is not None and outbox.last_number == 9
-    assert inbox.gaps == 4
     for number in (3, 5):
         inbox.accept(number, 1)
     assert inbox.report() == (3, True)  # another hole

@@ -51,7 +51,7 @@ def test_cpu_and_gpu_engines_draw_the_same_samples(tiny_qwen: Path) -> None:
 
 
 def test_a_step_out_of_memory_costs_no_request(tmp_path: Path) -> None:
-    """The allocator may give half of what the first step takes: it is computed again, in smaller steps."""
+    """The allocator may give five sixths of what the first step takes: it is computed again, in smaller steps."""
     wide = 1 << 15
     folder = save_model(tmp_path / "wide", make_config("Llama", intermediate_size=wide))
     settings = {"block_size": 16, "num_gpu_blocks_override": 300, "enable_prefix_caching": False}
@@ -70,7 +70,7 @@ def test_a_step_out_of_memory_costs_no_request(tmp_path: Path) -> None:
 
     engine.runner.launch = noting  # type: ignore[method-assign]
     torch.cuda.empty_cache()
-    room = sum(len(prompt) for prompt in asked) * 3 * wide * 4 * 2 // 3  # of gate | up and their product, in float32
+    room = sum(len(prompt) for prompt in asked) * 3 * wide * 4 * 5 // 6  # of gate | up and their product, in float32
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + room) / total)
     try:

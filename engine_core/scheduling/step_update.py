@@ -113,12 +113,14 @@ def _end_unsampled(requests: Requests, slots: Index, ends: I32, result: StepResu
 
 
 def _fail(requests: Requests, slots: Index) -> None:
-    """These rows held what is no number: their requests end."""
-    for slot in slots[requests.slots.live[slots]].tolist():
+    """These rows held what is no number: their requests end, and nobody finds their blocks any more; nor those of a
+    request that has ended since, which keeps its slot until its last step is back."""
+    for slot in slots.tolist():
         request = requests.slots.at(slot)
         requests.kv.forget(request)
-        message = "the model's output for this request held NaN or no finite value; its cached blocks were dropped"
-        requests.end(request, FinishReason.ERROR, NumericalError(message))
+        if requests.slots.live[slot]:
+            message = "the model's output for this request held NaN or no finite value; its cached blocks were dropped"
+            requests.end(request, FinishReason.ERROR, NumericalError(message))
 
 
 def _keep_prompt_logprobs(request: Request, start: int, values: RowLogprobs) -> None:

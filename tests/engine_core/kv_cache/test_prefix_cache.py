@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.support.scheduler_driver import SchedulerDriver, make_add
+from tests.support.scheduler_driver import CLIENT, SchedulerDriver, make_add
 
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.startup.loader import choose_block_size
@@ -174,6 +174,20 @@ def test_the_host_forgets_blocks_of_a_request_that_went_wrong() -> None:
     d.run()
     assert d.finish[1] is FinishReason.ERROR
     assert d.core.requests.kv.device.num_cached == d.core.requests.kv.host.num_cached == 10  # those of the good one
+
+
+@pytest.mark.parametrize("swap", [0.0, 1.0])
+def test_blocks_of_a_request_that_is_aborted_before_it_is_seen_to_go_wrong_are_forgotten(swap: float) -> None:
+    """Its blocks are findable from the moment its step is planned; that step still tells that they hold no numbers."""
+    script = Script(vocab_size=97, eos_token_id=[], num_host_blocks=40, faults={"nan_token": 96})
+    d = SchedulerDriver(script, block_size=4, num_gpu_blocks_override=100, swap_space_gib=swap, max_num_seqs=8)
+    d.add(1, [96, *LONG], max_tokens=3)
+    d.step()
+    d.core.abort(CLIENT, [1])
+    d.run()
+    kv = d.core.requests.kv
+    assert d.finish[1] is FinishReason.ABORT
+    assert kv.device.num_cached == kv.host.num_cached == 0
 
 
 def test_swapping_that_does_not_pay_is_not_done() -> None:

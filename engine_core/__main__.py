@@ -1,4 +1,4 @@
-"""`python -m wavecore.engine_core`: one engine process, started by a supervisor (transport.supervisor).
+"""`python -m wavecore.engine_core`: one engine process, started by a supervisor (`transport/processes/supervisor.py`).
 
 Exit codes: 0 stopped, 2 settings, 3 port or other resource, 4 model, 5 died.
 """

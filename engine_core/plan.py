@@ -6,8 +6,8 @@ changed (`new_requests`, `table`, `copies`) and which rows run. The input of a r
 `token_ids[slot, start : start + query_len]`: a sampled token is written at `token_ids[slot, start + query_len]` on
 the device before the next step reads it, so it never passes through the CPU to feed that step.
 
-This module knows no torch: a plan is numpy, small enough to reach a device in one copy, or two when a request begins
-(`step_input`).
+A plan is numpy, without torch. A steady step reaches the device in one copy; where a request begins, its sampling
+parameters are a second one, and its tokens and rare options are uploaded (`step_input`, `uploads`).
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def measure(policy: Policy, max_num_seqs: int) -> tuple[float, float, int]:
 
 
 def main() -> None:
-    print("| places | policy | first token of the urgent one | against fcfs | all done | preemptions |")
+    print("| slots | policy | first token of the urgent one | against fcfs | all done | preemptions |")
     print("|---:|---|---:|---:|---:|---:|")
     for max_num_seqs in (32, 256):
         base = 0.0

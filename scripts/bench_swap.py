@@ -2,7 +2,7 @@
 
     python scripts/bench_swap.py FOLDER [--steady 64] [--long 8192] [--rounds 10] [--every 50]
 
-All places of the engine are taken, by the steady requests and by a long one of lower priority. Every so many steps a
+All slots of the engine are taken, by the steady requests and by a long one of lower priority. Every so many steps a
 short urgent request arrives: it needs the long one's place, whose blocks leave for the host and come back after it. One
 row of the table each for:
 

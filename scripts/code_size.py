@@ -1,4 +1,4 @@
-"""Code lines of the package, a room at a time, against its budget.
+"""Code lines of the package, by folder and room, against its budget.
 
     python scripts/code_size.py            print the table
     python scripts/code_size.py --write    ... and put it into ARCHITECTURE.md
@@ -18,7 +18,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-from documents import ROOT, from_top_to_bottom, is_current, package_files, replace_part, room_of
+from documents import FOLDERS, ROOT, from_top_to_bottom, is_current, package_files, replace_part, room_of
 
 SPINE = (
     "engine_core/loop",
@@ -54,19 +54,19 @@ def is_spine(path: Path) -> bool:
 
 def table() -> tuple[str, dict[str, int]]:
     """The table as Markdown, and the sums that have a budget."""
-    lines: Counter[str] = Counter()
-    files: Counter[str] = Counter()
+    rooms: dict[str, Counter[str]] = {}  # by folder; "" for the files at its top
     sums = dict.fromkeys(BUDGET, 0)
-    for path in package_files():
+    for path in sorted(package_files(), key=lambda path: from_top_to_bottom(room_of(path))):
         count = code_lines(path.read_text())
-        room = room_of(path)
-        lines[room] += count
-        files[room] += path.name != "__init__.py"
+        folder, _, room = room_of(path).partition("/")
+        rooms.setdefault(folder, Counter())[room if folder in FOLDERS else ""] += count
         sums["package"] += count
         sums["spine"] += count if is_spine(path) else 0
-    rows = ["| room | files | code lines |", "|---|---:|---:|"]
-    rows += [f"| {room}/ | {files[room]} | {lines[room]:,} |" for room in sorted(lines, key=from_top_to_bottom)]
-    rows += [f"| **{name}**, budget {BUDGET[name]:,} | | {count:,} |" for name, count in sums.items()]
+    rows = ["| folder | of that in its rooms | code lines |", "|---|---|---:|"]
+    for folder, lines in rooms.items():
+        parts = ", ".join(f"{room} {count:,}" for room, count in lines.items() if room)
+        rows.append(f"| {folder} | {parts} | {lines.total():,} |")
+    rows += [f"| **{name}** | budget {BUDGET[name]:,} | {count:,} |" for name, count in sums.items()]
     return "\n".join(rows) + "\n", sums
 
 

@@ -1,4 +1,4 @@
-"""Writes the list of rooms and files in ARCHITECTURE.md from the docstrings of packages and modules.
+"""Writes the list of rooms and files in docs/files.md from the docstrings of packages and modules.
 
 usage: file_table.py [--check]     --check only says whether the list is current (exit status 1 if not)
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from documents import ALIASES, ROOT, from_top_to_bottom, is_current, package_files, replace_part, room_of
 
-DOCUMENT, PART = "ARCHITECTURE.md", "files"
+DOCUMENT, PART = "docs/files.md", "files"
 WITHOUT_PACKAGE = {  # a regular package `kernels` would hide another one of that name from transformers
     "kernels": "Operations that models call. Knows tensors, their shapes and strides; leaves requests to the engine.",
     "kernels/attention": "Paged attention in Triton. Knows block tables and tiles; leaves the choice of path to ops.",

@@ -30,8 +30,49 @@ def test_files_that_are_named_exist(path: Path) -> None:
     assert not missing
 
 
+def recipe_steps() -> list[str]:
+    """The steps of CONTRIBUTING's recipes, each as one line."""
+    recipes = (ROOT / "CONTRIBUTING.md").read_text().split("\n## Add ")[1:]
+    return [" ".join(step.split()) for recipe in recipes for step in re.split(r"\n(?=\d\. )|\n\n", recipe)]
+
+
+def names_by_file(step: str) -> list[tuple[Path, str]]:
+    """(file, name): each name of code in backquotes with the file that it is named with: the one that the same phrase
+    gives by "`name` in (or of, ...) `path`", else the last one before it."""
+    found: list[tuple[Path, str]] = []
+    path: Path | None = None
+    waiting: list[str] = []
+    for quoted in re.findall(r"`([^`]+)`", step):
+        if (ROOT / quoted).is_file():
+            path = ROOT / quoted
+            found += [(path, name) for name in waiting]
+            waiting = []
+        elif re.fullmatch(r"[A-Za-z_]\w*", quoted):
+            if re.search(rf"`{quoted}` (?:\([^)]*\) )?(?:in|of) (?:the )?`[\w/]+\.py`", step) or path is None:
+                waiting.append(quoted)
+            else:
+                found.append((path, quoted))
+    return found
+
+
+def test_names_in_recipes_are_in_the_files_they_are_named_with() -> None:
+    found = [pair for step in recipe_steps() for pair in names_by_file(step)]
+    assert len(found) > 15
+    assert not [
+        f"{path.relative_to(ROOT)}: {name}" for path, name in found if not re.search(rf"\b{name}\b", path.read_text())
+    ]
+
+
+def test_the_rule_for_names_in_recipes_sees_a_wrong_one() -> None:
+    step = "`engine_core/plan.py`: a field of `StepPlan`, and `nothing` in `engine_core/request.py`"
+    assert names_by_file(step) == [
+        (ROOT / "engine_core/plan.py", "StepPlan"),
+        (ROOT / "engine_core/request.py", "nothing"),
+    ]
+
+
 def test_the_rule_for_names_sees_the_documents() -> None:
-    assert {"ARCHITECTURE.md", "README.md", "faults.md"} <= {path.name for path in DOCUMENTS}
+    assert {"ARCHITECTURE.md", "README.md", "faults.md", "files.md", "walk.md"} <= {path.name for path in DOCUMENTS}
 
 
 def test_hooks_run_what_ci_runs() -> None:

@@ -80,7 +80,6 @@ SAME_FILE_NAMES = {
     "__init__",
     "__main__",
     "layers",
-    "logprobs",
     "messages",
     "request",
 }

@@ -20,7 +20,7 @@ async def ask(llm: AsyncLLM, name: str, priority: int, max_tokens: int) -> None:
 
 
 async def main(model: str) -> None:
-    # Two places, so that requests have to queue here; by default 256 run at once. With scheduling_policy="priority" a
+    # Two slots, so that requests have to queue here; by default 256 run at once. With scheduling_policy="priority" a
     # request of a better priority also takes the place of a running one, which goes on later.
     async with await AsyncLLM.start(model, scheduling_policy="priority", max_num_seqs=2) as llm:
         batch = [asyncio.create_task(ask(llm, f"batch {number}", 1, 48)) for number in range(4)]

@@ -52,7 +52,7 @@ class EngineConfig:
         swap_space_gib: pinned host memory for KV blocks of requests that were pushed out, and for a copy of each cached
             prefix, which outlives its blocks on the device.
         enable_prefix_caching: reuse the KV blocks of shared prompt prefixes.
-        watermark: share of KV blocks kept free when a waiting request is admitted.
+        watermark: share of KV blocks that stay free when a waiting request starts.
         scheduling_policy: "fcfs", "priority" (lower first) or "hybrid" (priority with linear ageing).
         ageing_seconds: hybrid policy: waiting this long counts as much as one level of priority.
         async_scheduling: keep two steps in flight.
@@ -65,7 +65,7 @@ class EngineConfig:
         runtime_dir: folder of deployment.json and sockets; None makes a fresh one.
         ready_timeout: seconds from start to ready.
         step_timeout: seconds that one step may compute before the engine counts as stuck (an engine that does nothing
-            at all while there is work is ended after 5 s).
+            at all while there is work is ended within 5 s).
         shutdown_timeout: seconds to drain on a first SIGTERM or SIGINT.
         custom_ops: kernel name to "module:function" that replaces it.
         tensor_parallel_size, data_parallel_size: ranks; more than one is not supported yet.

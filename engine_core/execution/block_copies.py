@@ -3,7 +3,8 @@
 Swaps, between the device and pinned host memory, are a plan's transfer (`plan.StepPlan`): its event says when it is
 done, and rows run meanwhile. Copies within the device (copy-on-write) have a stream of their own, so that they never
 queue up behind swaps: they run beside the step's upload and bookkeeping, and its rows wait for their event. On a CPU a
-copy is done when it is begun. Who owns the blocks meanwhile: `transfers` for swaps, `KVEvents.owned` for the others.
+copy is done when it is begun. Who owns the blocks meanwhile: `KVCacheManager.transfers` says it for swaps, `copied`
+there for the others.
 """
 
 from __future__ import annotations

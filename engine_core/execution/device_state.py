@@ -59,8 +59,8 @@ class DeviceState:
         yield from (self.token_table, self.block_table, self.pooled_sum, self.input.copy.target)
 
     def begin(self, new_requests: tuple[NewRequest, ...]) -> None:
-        """Take over the slots of new requests. No row in flight reads them. (A slot may come from a request that ended
-        while it was loading, with the step that began it in flight: what that counted is counted again here, behind
+        """Take over the slots of new requests. No step in flight has a row of them. (One without such a row may be: the
+        step that began a request which ended while it was loading. What that step counted is counted again here, behind
         it.)"""
         if not new_requests:
             return

@@ -10,8 +10,8 @@ import gc
 
 import torch
 
-from wavecore.engine_core.execution.logprobs import draw
 from wavecore.engine_core.execution.runner import ModelRunner
+from wavecore.engine_core.execution.sampling_state import draw
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.plan import StepPlan
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from wavecore.engine_core.execution.block_copies import BlockCopies
-from wavecore.engine_core.execution.logprobs import Extras
 from wavecore.engine_core.execution.pinned_copies import Fetched
+from wavecore.engine_core.execution.step_extras import Extras
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.plan import StepResult
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from wavecore.engine_core.execution.attention_map import attention_map
 from wavecore.engine_core.execution.block_copies import BlockCopies
 from wavecore.engine_core.execution.device_state import EDITS, EMBEDS, POOLS, PROMPT_LOGPROBS, TRUNCATES, DeviceState
-from wavecore.engine_core.execution.logprobs import Extras, room_for_extras
 from wavecore.engine_core.execution.out_of_memory import first_line, is_out_of_memory
 from wavecore.engine_core.execution.pending_step import Deferred, Launched
 from wavecore.engine_core.execution.pinned_copies import CopyOut, pinned_zeros, zeros
+from wavecore.engine_core.execution.step_extras import Extras, room_for_extras
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.models.decoder import Decoder
 from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, RunnerInfo, StepPlan

@@ -2,8 +2,8 @@
 
 On CUDA they go through a ring of pinned pieces of fixed size, on a stream of their own that never waits for a step. So
 the host never does either: a piece is filled again once its copy is done, and the bus is faster than the host fills.
-That is safe because an array is written only where no step in flight reads: a slot is given away once its last row is
-back, and temporaries are the stream's own.
+That is safe because an array is written only where no step in flight reads: a slot is given away once the last step
+with a row of it is back, and temporaries are the stream's own.
 """
 
 from __future__ import annotations

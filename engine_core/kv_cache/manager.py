@@ -1,11 +1,21 @@
 """Which blocks a request holds, on the device and on the host; prefix reuse, copy-on-write, swap.
 
-All decisions are written down as *events* for the next step plan. Copies within the device run before its rows; swaps
-between device and host run beside this step and later ones, see `swaps`.
+All decisions are written down as events for the next step plan. Copies within the device run before its rows; swaps
+between device and host run beside this step and later ones. Four ledgers say what is under way:
 
-The host pool holds swapped-out requests (referenced) and, as a second tier, copies of prefix blocks (free, hashed).
-A block is copied there as soon as it is full and has a hash. So evicting it costs nothing, and pushing a request out
-copies little more than its last block.
+    ledger       holds                                             cleared by
+    events       what the plan in the making tells the runner      take_events, once that plan is complete
+    _unwritten   blocks that its rows or copies will fill, so      take_events
+                 that none of its copies and swaps may read them
+    copied       sources of copies by step, a reference each       step_done, once that step is back
+    transfers    both ends of swaps by step, a reference each      Transfers.land: the swaps are done, or all further
+                                                                   plans are told to run behind them
+
+`void` clears all four, when the steps in flight are rolled back.
+
+The host pool holds swapped-out requests (referenced) and, as a *second tier* of the prefix cache, copies of findable
+blocks (free, with their hash). A block is copied there as soon as it is full and has a hash. So evicting it costs
+nothing, and pushing a request out copies little more than its last block.
 """
 
 from __future__ import annotations
@@ -15,7 +25,7 @@ from typing import NamedTuple
 
 from wavecore.engine_core.kv_cache import block_hash
 from wavecore.engine_core.kv_cache.block_pool import BlockPool
-from wavecore.engine_core.kv_cache.swaps import Transfers
+from wavecore.engine_core.kv_cache.transfers import Transfers
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.request import Request
 
@@ -59,12 +69,11 @@ class KVCacheManager:
         self.host = BlockPool(info.num_host_blocks + 1)  # host block ids count from 0; see `_host_id`
         self.prefix_caching = prefix_caching
         self.watermark = int(watermark * self.device.usable)
-        self.events = KVEvents(0)
+        self.events = KVEvents(0)  # this and the next two, and `_unwritten`: see the table above
         self.transfers = Transfers()
-        self.copied: dict[int, list[int]] = {}  # by step id: what its copies read, owned until the step came back
+        self.copied: dict[int, list[int]] = {}
         self.swap_pays = True  # copying a block out and back costs less than computing it again
         self.queries = self.hits = 0  # prompt tokens looked up, and found
-        # Filled by rows or copies of the plan in the making: none of its copies may read them.
         self._unwritten: dict[int, None] = {}
 
     def take_events(self) -> KVEvents:

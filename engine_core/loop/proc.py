@@ -1,10 +1,11 @@
-"""EngineCore as a process: two IO threads, two queues and one busy loop.
+"""EngineCore as a process: two IO threads, one queue, one list of calls, and the main loop.
 
     input socket  -> InputPump  -> input_queue                -> run_busy_loop
     output socket <- OutputPump <- calls of OutputPump.put... <- run_busy_loop
 
-The main loop touches no socket and the IO threads touch no scheduler; `core.admit` alone runs in the input thread.
-Idle, all three threads are blocked and use no CPU.
+The main loop touches no socket. Of the engine's core the IO threads use two things, which change nothing there:
+`core.admit` in the input thread, and the load that heartbeats carry in the output thread. Without requests all three
+threads sleep, but for the output thread's tick each second.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     RUNNING --preempt--> DRAINING --free_slots--> PREEMPTED --start--> RUNNING or LOADING
     any state --end--> ENDED
 
-A slot is kept until the last step in flight that touches it came back, whatever became of the request; so a plan's
+A slot is kept until the last step in flight with a row of it came back, whatever became of the request; so a plan's
 slots always mean the requests they meant when it was written. Blocks are freed at once: plans run one after the other,
 so the next owner writes after the last reader; transfers own theirs. What runs when is decided by `scheduler`; results
 come through `step_update`.

@@ -148,7 +148,7 @@ class Scheduler:
     def _start(self, request: Request, reserve: int) -> int | None:
         """The slot that the request now has; None, and `blocked` says why, while there is no room for it."""
         if not self.slots.free:
-            self.blocked = f"all {self.slots.max_num_seqs} places (max_num_seqs) are taken"
+            self.blocked = f"all {self.slots.max_num_seqs} slots (max_num_seqs) are taken"
             return None
         room = self.kv.device.num_free - reserve
         # Looking a long prompt up again in each step would cost; what was refused waits until there is more room.

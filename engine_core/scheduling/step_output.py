@@ -15,7 +15,7 @@ from wavecore.transport.wire.messages import U32, FinishReason, StepTokens, Tens
 from wavecore.transport.wire.step_tokens import FRAME_LISTS, merge
 from wavecore.transport.wire.tensors import from_numpy
 
-Extras = dict[str, Any]
+RowExtras = dict[str, Any]
 
 
 class _End(NamedTuple):
@@ -23,7 +23,7 @@ class _End(NamedTuple):
 
     handle: int
     finish: FinishReason
-    extras: Extras
+    extras: RowExtras
 
 
 class Outputs:
@@ -31,19 +31,19 @@ class Outputs:
 
     def __init__(self) -> None:
         self._rows: tuple[I32, U32, I32, U8] | None = None  # client number, handle, token, finish code
-        self._extras: dict[int, Extras] = {}
+        self._extras: dict[int, RowExtras] = {}
         self._ends: dict[bytes, list[_End]] = {}
 
     def __bool__(self) -> bool:
         return self._rows is not None or bool(self._ends)
 
-    def rows(self, client: I32, handle: U32, token: I32, finish: U8) -> dict[int, Extras]:
+    def rows(self, client: I32, handle: U32, token: I32, finish: U8) -> dict[int, RowExtras]:
         """One token each, at least one row; returns the rows' extras, by row, to be filled in."""
         assert self._rows is None, "rows of two steps in one output"
         self._rows = client, handle, token, finish
         return self._extras
 
-    def end(self, client: bytes, handle: int, finish: FinishReason, extras: Extras) -> None:
+    def end(self, client: bytes, handle: int, finish: FinishReason, extras: RowExtras) -> None:
         """A request ended without a token of its own."""
         self._ends.setdefault(client, []).append(_End(handle, finish, extras))
 
@@ -68,7 +68,7 @@ class Outputs:
 
     def _step_tokens(self, rows: Index | slice, handles: U32, tokens: I32, finish: U8) -> StepTokens:
         frames: list[TensorFrame] = []
-        extras: dict[int, Extras] = {}
+        extras: dict[int, RowExtras] = {}
         if self._extras:
             for place, row in enumerate(np.arange(len(handles))[rows].tolist()):
                 if row in self._extras:
@@ -96,7 +96,7 @@ def _ended(ends: list[_End]) -> StepTokens:
     )
 
 
-def _with_frames(extras: Extras, frames: list[TensorFrame]) -> Extras:
+def _with_frames(extras: RowExtras, frames: list[TensorFrame]) -> RowExtras:
     """A row's extras as they go on the wire: its frames are appended to the client's, and named by their places."""
     placed = dict(extras)
     for name in FRAME_LISTS:

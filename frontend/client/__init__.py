@@ -1,4 +1,4 @@
 """Requests in flight between callers and engines.
 
-Knows token ids and the wire's messages; leaves text to the text room.
+Knows requests, mailboxes and the wire's messages; leaves how ids become text and back to the text room.
 """

@@ -61,7 +61,7 @@ class EngineClient:
         self._refused: WavecoreError | None = None  # why no engine takes this client, or ever will
         self._sweeping = False  # a look at the deadlines is scheduled
         self._owner = os.getpid()
-        self._timer = Timer("wavecore-client-watch")
+        self._timer = Timer("client timer")
         self._pump = ClientPump(self._on_event, version=version)
         self._requests = InFlight(self._pump, self._engines.values())
         self._calls = Calls(self._pump, self._timer)

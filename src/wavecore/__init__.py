@@ -1,4 +1,4 @@
-"""wavecore: a distributed LLM inference engine. The public names, imported when they are first used.
+"""wavecore: an inference engine for large language models. The public names, imported when they are first used.
 
 from wavecore import LLM, SamplingParams
 

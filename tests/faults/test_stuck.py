@@ -19,7 +19,7 @@ QUICK = Limits(ready=60, drain=5, step=60, idle=0.4, grace=5)
 
 
 def test_hanging_step(deploy: Any) -> None:
-    """A step hangs: the engine has work and nothing moves for five seconds.
+    """A step hangs: the engine has work and nothing moves for four to five seconds.
 
     The stacks of all its threads go into the log, it is ended and restarted; its streams get `EngineDead` that says so.
     """
@@ -42,7 +42,7 @@ def test_hanging_step(deploy: Any) -> None:
 def test_stopped_engine(deploy: Any) -> None:
     """The engine process is stopped (SIGSTOP, a debugger) and does not come back.
 
-    After five seconds it counts as stuck: it is ended and restarted, and its streams say why.
+    Within five seconds it counts as stuck: it is ended and restarted, and its streams say why.
     """
     with deploy({"step_seconds": 0.02}, limits=QUICK) as deployed:
         before = deployed.engine

@@ -11,8 +11,9 @@ from tests.support.checkpoints import make_config, save_model
 from tests.support.model_driver import GREEDY, ModelDriver
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.execution.logprobs import Extras, draw
 from wavecore.engine_core.execution.pending_step import Launched
+from wavecore.engine_core.execution.sampling_state import draw
+from wavecore.engine_core.execution.step_extras import Extras
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.plan import StepPlan, StepResult
 

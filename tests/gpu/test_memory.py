@@ -19,7 +19,7 @@ from tests.support.model_driver import ModelDriver, load
 from tests.support.suggestions import suggestions
 
 from wavecore import LLM, ConfigError, ResourceError, SamplingParams
-from wavecore.engine_core.execution.logprobs import draw
+from wavecore.engine_core.execution.sampling_state import draw
 from wavecore.engine_core.execution.step_shape import MAX_BUCKET, StepShape
 from wavecore.engine_core.plan import StepPlan
 from wavecore.engine_core.startup import kv_cache_size

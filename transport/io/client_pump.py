@@ -27,14 +27,15 @@ class ClientPump(IoThread):
     """Talks to any number of engines, each under an index that the owner chooses. Starts at once.
 
     Args:
-        on_event: called in the IO thread with (index, event). It must not block: pings leave from the same thread.
+        on_event: called in the IO thread with (index, event). It must not wait for another party, since pings leave
+            from the same thread; it may read a small local file.
         version: told to the engines in HELLO.
     """
 
     tick_seconds = 1.0
 
     def __init__(self, on_event: Callable[[int, EngineEvent], None], *, version: str) -> None:
-        super().__init__("wavecore-io", self._on_own_failure)
+        super().__init__("client IO", self._on_own_failure)
         self._on_event = on_event
         self._version = version
         self._context = make_context()

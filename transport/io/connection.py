@@ -1,10 +1,17 @@
 """A client's connection to one engine: two sockets, the session on them, and both ends of its two numbered streams.
 
-    no session    HELLO at each connection and each second, until READY          -> event Ready
-    session       PING each second, after every few messages, at once on a gap   -> events Step, Result, Heartbeat, Dead
-    UNKNOWN       the engine forgot this client or is another life: new client_id, new sockets, HELLO
+    state   fields                      what happens
+    new     no _session                 HELLO at each connection and each second, until READY: event Ready, state up.
+                                        `send` raises EngineDead
+    lost    _session is the old one,    likewise; what `send` puts into the old one's outbox is given up at READY, see
+            no _present                 `ClientPump.send`
+    up      _present is _session, _up   PING each second, after every few messages, at once on a gap: events Step,
+                                        Result, Heartbeat, Dead
+    down    _present is _session,       no connection, or no word for 5 s: event Disconnected. ZeroMQ connects again;
+            not _up                     the next word of the session is event Reconnected, state up
 
-A broken connection does not end a session: what was lost is sent again, in both directions.
+A broken connection ends no session: what was lost is sent again, in both directions. UNKNOWN (the engine forgot this
+client, or is another life), READY of another life, and `move` lead to `lost`: a new client_id, and new sockets.
 """
 
 from __future__ import annotations
@@ -82,7 +89,8 @@ class Session:
 
 
 class Connection:
-    """Connects at once and for ever. All methods but `send` belong to the IO thread.
+    """Connects at once and for ever. All methods but `send` belong to the IO thread; `send` encodes a message and puts
+    it into the outbox in its caller's thread, under the lock.
 
     Args:
         poller: of the IO thread; the sockets are registered with it.

@@ -1,8 +1,9 @@
-"""The engine's input thread: owns one PULL for all clients. It never stops reading, so no ABORT is stuck behind an ADD.
+"""The engine's input thread: owns one PULL for all clients, and reads on whatever the main loop does.
 
 Decodes, checks, takes each numbered message once, turns an ADD into a request (`admit`, given from above: validation
 and hashing happen here, beside the step, not in it) and queues it for the main loop. A bad frame is answered when it
-says whose it is, else dropped, counted and logged; nothing that a peer sends can end the thread.
+says whose it is, else dropped, counted and logged; nothing that a peer sends can end the thread. So no ABORT is stuck
+behind an ADD. The one thing it may wait for is the output thread, when 1,000 calls are queued there.
 """
 
 from __future__ import annotations

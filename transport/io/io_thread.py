@@ -56,7 +56,7 @@ class IoThread:
 
     @property
     def native_id(self) -> int:
-        """The kernel's number of the thread; 0 before `start`."""
+        """The operating system's number of the thread; 0 before `start`."""
         return self._thread.native_id or 0
 
     def start(self) -> None:

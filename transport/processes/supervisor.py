@@ -1,4 +1,4 @@
-"""Starts, watches, restarts and stops the engines of one host. Embedded by `LLM`, `wavecore engine` and launchers.
+"""Starts, watches, restarts and stops the engines of one host. Embedded by `LLM` and `wavecore engine`.
 
 One thread owns the children: it spawns them (they die with it, see child.SupervisedChild), reads their status and log
 pipes, sees their end by pidfd within a millisecond, and writes `deployment.json` before anybody else learns of a

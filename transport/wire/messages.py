@@ -205,7 +205,8 @@ class UnknownClient:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """Last words of an engine that ends on an error."""
+    """Last words of an engine that ends on an error. Also the answer to the Hello of one client too many, by an engine
+    that lives on: `code` is then that of Overloaded."""
 
     epoch: bytes
     code: str

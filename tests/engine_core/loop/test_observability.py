@@ -38,7 +38,7 @@ def test_why_is_my_request_waiting() -> None:
         driver.step()
     entries, _ = driver.core.utilities.call("debug_requests", {"limit": 2})
     assert len(entries) == 2 and entries[0]["output_tokens"] == 1 and entries[0]["age"] >= 0
-    assert "places (max_num_seqs) are taken" in entries[1]["reason"]
+    assert "slots (max_num_seqs) are taken" in entries[1]["reason"]
     driver.run()
     assert driver.core.utilities.call("debug_requests", {}) == ([], [])
 

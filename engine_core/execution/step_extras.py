@@ -1,7 +1,8 @@
-"""What some rows of a step want beyond a token: log-probabilities of output and prompt, and embeddings.
+"""The output of a step's rows: the drawn tokens, and what some rows want besides: log-probabilities and embeddings.
 
-Log-probabilities are the raw model's: log-softmax of the logits before bias, penalties and temperature. They are made
-for a few positions at once, so that the memory for them does not grow with the step.
+*Extras* are all that a row reports beyond its token. Log-probabilities are the raw model's: log-softmax of the logits
+before bias, penalties and temperature. They are made for a few positions at once, so that the memory for them does not
+grow with the step.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from torch import Tensor
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS
 from wavecore.engine_core.execution.device_state import LOGPROBS, POOLING, POOLS, PROMPT_LOGPROBS, DeviceState
 from wavecore.engine_core.execution.pinned_copies import CopyOut, Place
+from wavecore.engine_core.execution.sampling_state import draw
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.models.decoder import Decoder
 from wavecore.engine_core.plan import I32, LOGPROB_CHUNK, Index, RowLogprobs
-from wavecore.kernels import ops
 from wavecore.kernels.sampling.rows import SamplingRows
 
 NO_ROWS = np.zeros(0, np.int32)
@@ -56,14 +57,8 @@ def room_for_extras(max_num_batched_tokens: int, max_num_seqs: int, hidden_size:
     return max_num_batched_tokens * (2 * (1 + MAX_LOGPROBS) + 1) + max_num_seqs * hidden_size
 
 
-def draw(logits: Tensor, rows: SamplingRows, out: CopyOut, first: int = 0) -> None:
-    """Sample the logits [R, vocab] of the rows from `first` on into the step's output."""
-    last = first + logits.shape[0]
-    out.tokens[first:last], out.faults[first:last] = ops.sample(logits, rows)
-
-
 class Extras:
-    """Makes what the rows of one step want beyond a token, in the step's output, and reads it when that is back.
+    """Fills the output of one step: tokens, and what rows want beyond them; reads the latter when that is back.
 
     Attributes:
         options: what any row wants, bits of `DeviceState.options`.

@@ -1,4 +1,4 @@
-"""Blocks on their way between device and host: who owns them meanwhile. Bookkeeping; `block_copies` copies.
+"""Transfers of blocks between device and host, and who owns the blocks meanwhile. Bookkeeping; `block_copies` copies.
 
 The swaps of a plan are one transfer. It owns a reference to every block that it reads or writes until it lands: until
 the runner said that it is done, or until all further plans are told to run behind it.
@@ -31,7 +31,8 @@ class Transfers:
     """All transfers that have not landed, oldest first.
 
     Attributes:
-        after: the next plan must run behind the transfers of all plans up to this one; -1 behind none.
+        after: the plan in the making and all further ones must run behind the transfers of all plans up to this one;
+            -1 behind none.
     """
 
     def __init__(self) -> None:

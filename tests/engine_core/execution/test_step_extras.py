@@ -12,7 +12,7 @@ import torch
 from tests.support.model_driver import GREEDY, DrivenSequence, ModelDriver, load
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.execution import logprobs
+from wavecore.engine_core.execution import step_extras
 from wavecore.engine_core.execution.pinned_copies import CopyOut, Fetched
 
 PROMPT = [5, 9, 140, 33, 7, 61]
@@ -25,14 +25,14 @@ def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
     """Beside rows that do not ask, and with bias, bans and penalties, which sampling applies to the logits. Prompts
     have different lengths, so that a token drawn at another row's position shows."""
     sizes: list[int] = []
-    put = logprobs.Report.put
+    put = step_extras.Report.put
 
     def counting(self: Any, part: slice, logprobs: torch.Tensor, chosen: torch.Tensor) -> None:
         sizes.append(len(logprobs))
         put(self, part, logprobs, chosen)
 
     def run(rows: int) -> list[DrivenSequence]:
-        monkeypatch.setattr(logprobs, "LOGPROB_CHUNK", rows)
+        monkeypatch.setattr(step_extras, "LOGPROB_CHUNK", rows)
         driver = ModelDriver(load(broad_llama))
         params = [
             SamplingParams(
@@ -50,7 +50,7 @@ def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
         return sequences
 
     want = run(1000)
-    monkeypatch.setattr(logprobs.Report, "put", counting)
+    monkeypatch.setattr(step_extras.Report, "put", counting)
     got = run(chunk)
     assert max(sizes) == min(chunk, 15)
     for one, other in zip(want, got, strict=True):
@@ -66,7 +66,7 @@ def test_logprobs_made_a_few_rows_at_a_time_are_the_same(
 
 
 def test_the_rank_counts_what_is_likelier_and_no_equals() -> None:
-    room = logprobs.Report(CopyOut(1, 100, torch.device("cpu")), 3, 1)
+    room = step_extras.Report(CopyOut(1, 100, torch.device("cpu")), 3, 1)
     room.put(slice(0, 3), torch.tensor([[0.5, 0.5, 0.7]] * 3), torch.arange(3))
     assert room.ranks.tolist() == [2, 2, 1]
 
@@ -74,7 +74,7 @@ def test_the_rank_counts_what_is_likelier_and_no_equals() -> None:
 @pytest.mark.parametrize("chunk", [1, 64])
 def test_logprobs_do_not_see_bias_and_bans(broad_llama: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """They edit the logits in place."""
-    monkeypatch.setattr(logprobs, "LOGPROB_CHUNK", chunk)
+    monkeypatch.setattr(step_extras, "LOGPROB_CHUNK", chunk)
     driver = ModelDriver(load(broad_llama))
     plain = replace(GREEDY, logprobs=3)
     edited = replace(plain, logit_bias={77: 90.0}, bad_words_token_ids=[[5]], min_tokens=9, stop_token_ids=[6])

@@ -171,7 +171,8 @@ class EngineClient:
             with self._lock:
                 self._requests.deliver(engine, event)
         elif isinstance(event, Heartbeat):
-            engine.report(event.load)
+            with self._lock:
+                engine.report(event.load)
         elif isinstance(event, Ready):
             self._on_ready(engine, event)
         elif isinstance(event, Result):

@@ -83,7 +83,7 @@ def make_socket(
 
 
 def endpoint_of(socket: zmq.Socket[bytes]) -> str:
-    """The address that was bound, with the port that the kernel chose."""
+    """The address that was bound, with the port that the system chose."""
     name = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(name, bytes)
     return name.rstrip(b"\0").decode()
@@ -111,7 +111,7 @@ def _bound(socket: zmq.Socket[bytes]) -> None:
 
 
 def _keep_alive(socket: zmq.Socket[bytes]) -> None:
-    """A host that vanishes without a FIN is noticed; on ipc the kernel tells at once."""
+    """A host that vanishes without a FIN is noticed; on ipc the system tells at once."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)

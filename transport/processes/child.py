@@ -50,7 +50,7 @@ class SupervisedChild:
     """
 
     def __init__(self, args: argparse.Namespace, memory_advice: str = MORE_MEMORY) -> None:
-        # The kernel's own watch works even if the GIL is stuck. It fires when the *thread* that spawned us ends:
+        # Linux's own watch works even if the GIL is stuck. It fires when the *thread* that spawned us ends:
         # the supervisor spawns from its own thread, which lives as long as its children.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         threading.Thread(target=_end_with, args=(args.parent_fd,), name="parent watch", daemon=True).start()

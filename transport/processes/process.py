@@ -70,7 +70,7 @@ class Child:
         pidfd: readable when it has ended.
         status_fd, log_fd: non-blocking read ends: status lines; standard output and error together.
         progress: see stall.ProgressPage.
-        oom_kills: the kernel's count at the start, for `explain_end`.
+        oom_kills: Linux's count at the start, for `explain_end`.
     """
 
     def __init__(self, spec: ChildSpec, argv: Sequence[str] = ()) -> None:
@@ -170,7 +170,7 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory since boot; 0 where it does not say."""
+    """How many processes Linux has killed for lack of memory since boot; 0 where it does not say."""
     try:
         text = Path("/proc/vmstat").read_text()
     except OSError:

@@ -1,6 +1,6 @@
 """The folder of one deployment: sockets, keys and `deployment.json`. Private, locked while in use, gone afterwards.
 
-The lock is an flock held by the supervisor: the kernel drops it with the process, whatever ended it, so a free lock
+The lock is an flock held by the supervisor: Linux drops it with the process, whatever ended it, so a free lock
 means a dead supervisor. A second bind to an ipc path silently takes it over, hence a fresh folder for each start.
 """
 

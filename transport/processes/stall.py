@@ -1,7 +1,7 @@
 """Is a child stuck? It is when it has work and neither moves nor computes.
 
 The child's main loop tells by a page of shared memory whether there is work and whether it moves. Time alone cannot
-tell a hang from a long prefill, a starved core or a debugger, so what the kernel says about the child's threads counts
+tell a hang from a long prefill, a starved core or a debugger, so what Linux says about the child's threads counts
 too: a thread that runs, waits for a core or reads a disk is alive. Such a child gets `step_seconds`; one whose threads
 all sleep gets `idle_seconds`. Ticks are counted, not seconds, so a supervisor that was itself stopped or starved does
 not blame the child for the gap.

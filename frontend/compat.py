@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,9 +72,9 @@ def our_name(name: str) -> str:
     return RENAMED.get(name, name)
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, spelled: Callable[[str], str] = str) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else otherwise
+    return f"; did you mean {spelled(close[0])}?" if close else otherwise
 
 
 def from_environment() -> dict[str, Any]:

@@ -104,8 +104,8 @@ class EngineConfig:
     step_timeout: Annotated[float, ABOVE_ZERO] = 60.0
     shutdown_timeout: Annotated[float, FROM_ZERO] = 30.0
     custom_ops: dict[str, str] | None = None
-    tensor_parallel_size: Annotated[int, COUNT] = 1
-    data_parallel_size: Annotated[int, COUNT] = 1
+    tensor_parallel_size: Annotated[int, Bounds(1, 1 << 10)] = 1
+    data_parallel_size: Annotated[int, Bounds(1, 1 << 10)] = 1
 
     def __post_init__(self) -> None:
         make_plain(self, CHECKS)

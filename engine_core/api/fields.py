@@ -28,7 +28,7 @@ def field_checks(cls: type, checker: Checker) -> Mapping[str, Check]:
     Numbers and texts have their bounds in the annotation, as in `Annotated[int | None, Bounds(1, 9)]`; a bool, a
     Literal of texts and a dict of texts need none. Fields of other kinds are left out.
     """
-    or_none = Checker(lambda name, reason: checker.error(name, f"{reason} (or None)"))
+    or_none = Checker(lambda name, reason: checker.error(name, reason.replace(", not ", " (or None), not ", 1)))
     found: dict[str, Check] = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
         hint, bounds = get_args(hint) if get_origin(hint) is Annotated else (hint, Bounds(0, MAX_TEXT))

@@ -28,7 +28,7 @@ KINDS: Mapping[type, tuple[Any, str]] = {
     int: (int, "a whole number"),
     float: (float, "a number"),
     bool: (lambda text: OPPOSITE[text.lower()] == "false", "true or false"),
-    list: (json.loads, "a JSON list of texts"),
+    list: (lambda text: _texts(json.loads(text)), "a JSON list of texts"),
 }
 
 
@@ -69,7 +69,10 @@ class CommandParser:
         flags, words = self._split(args)
         if len(words) > len(self._words):
             raise ConfigError(f"{words[len(self._words)]!r:.80} is one argument too many; see --help")
-        flags = {**dict(zip(self._words, words, strict=False)), **flags}
+        for name, word in zip(self._words, words, strict=False):
+            if name in flags:
+                raise ConfigError(f"{word!r:.80} is one argument too many: {_flag(name)} is given, too")
+            flags[name] = word
         own = {name: default for name, (_, default, _) in self._options.items()}
         own |= {name: self._read(name, text) for name, text in flags.items() if name in own}
         flagged = {n: compat.checked(n, compat.typed(n, t), _flag(n)) for n, t in flags.items() if n not in own}
@@ -96,20 +99,22 @@ class CommandParser:
         words: list[str] = []
         rest = deque(args)
         while rest:
-            word = rest.popleft()
-            word = SHORT.get(word, word)
+            name, equals, text = rest.popleft().partition("=")
+            word = SHORT.get(name, name) + equals + text
             if word == "--":
                 words += rest
                 break
             if not word.startswith("--"):
+                if word.startswith("-") and not _is_value(word):
+                    raise ConfigError(f"{word!r:.80}: no such option; see --help")
                 words.append(word)
                 continue
             name, value = self._spell(word, rest)
             if compat.asks_for_nothing(name, compat.yaml_value(value or "")):
                 continue
             if name not in self._options and name not in SETTINGS:
-                known = [_flag(name) for name in (*self._options, *SETTINGS)]
-                raise ConfigError(f"{_flag(name)}: no such option{did_you_mean(_flag(name), known, '; see --help')}")
+                hint = did_you_mean(name, [*self._options, *SETTINGS], "; see --help", _flag)
+                raise ConfigError(f"{_flag(name)}: no such option{hint}")
             if value is None:
                 raise ConfigError(f"{_flag(name)} needs a value")
             flags[name] = value
@@ -128,8 +133,8 @@ class CommandParser:
         value: str | None = text if equals else None
         if value is None and name in self._switches:
             value = rest.popleft() if rest and rest[0].lower() in OPPOSITE else "true"
-        elif value is None and rest and (not rest[0].startswith("-") or re.fullmatch(r"-|-\.?\d.*", rest[0])):
-            value = rest.popleft()
+        elif value is None and rest and _is_value(rest[0]):
+            value = rest.popleft() or None  # empty where a shell's variable is not set
         return name, OPPOSITE.get(str(value).lower(), value) if negated else value
 
     @cached_property
@@ -184,6 +189,17 @@ def _warn_of_typos() -> None:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _is_value(word: str) -> bool:
+    """No flag: a text, "-" for the standard input, a negative number."""
+    return not word.startswith("-") or bool(re.fullmatch(r"-|-\.?\d.*", word))
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError
+    return value
 
 
 def setting_help() -> dict[str, str]:

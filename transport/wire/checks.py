@@ -49,8 +49,11 @@ class Checker:
     def real(self, name: str, value: Any, low: float, high: float, above: bool = False) -> float:
         """A number from `low` to `high`, never NaN; with `above`, not `low` itself."""
         number = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
-        if number and low <= value <= high and not (above and value == low):
-            return float(value)
+        try:
+            if number and low <= value <= high and not (above and value == low):
+                return float(value)
+        except OverflowError:  # a whole number beyond all floats
+            pass
         span = f"above {low:g}" if above else f"of at least {low:g}"
         most = "" if high == math.inf else f" and at most {high:g}"
         raise self.error(name, f"must be a number {span}{most}, not {shown(value)}")
@@ -63,7 +66,8 @@ class Checker:
     def text(self, name: str, value: Any, low: int, high: int) -> str:
         """A string of `low` to `high` characters."""
         if not isinstance(value, str) or not low <= len(value) <= high:
-            raise self.error(name, f"must be text of {low} to {high} characters, not {shown(value)}")
+            span = f"{low} to {high}" if low else f"at most {high}"
+            raise self.error(name, f"must be text of {span} characters, not {shown(value)}")
         return value
 
     def one_of(self, name: str, value: Any, choices: Sequence[str]) -> str:
@@ -88,7 +92,12 @@ class Checker:
         raise self.error(name, f"must be a list of at most {limit} entries, not {found}")
 
     def texts(self, name: str, values: Any, limit: int, longest: int) -> tuple[str, ...]:
-        return tuple([self.text(name, value, 1, longest) for value in self.entries(name, values, limit)])
+        found = self.entries(name, values, limit)
+        for value in found:
+            if not isinstance(value, str) or not 0 < len(value) <= longest:
+                reason = f"each entry must be text of 1 to {longest} characters, not {shown(value)}"
+                raise self.error(name, reason)
+        return tuple(found)
 
     def token_ids(self, name: str, values: Any, limit: int) -> tuple[int, ...]:
         return tuple([self.whole(name, value, 0, MAX_TOKEN_ID) for value in self.entries(name, values, limit)])

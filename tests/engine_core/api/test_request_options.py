@@ -66,7 +66,7 @@ def test_they_are_frozen_and_checked_again_in_copies() -> None:
     made = RequestOptions(timeout=5.0)
     with pytest.raises(FrozenInstanceError):
         made.timeout = 6.0  # type: ignore[misc]
-    with pytest.raises(ValidationError, match=r"timeout: must be a number of at least 0.001 .* not 0.0 \(or None\)"):
+    with pytest.raises(ValidationError, match=r"timeout: must be a number of at least 0.001 .* \(or None\), not 0.0"):
         replace(made, timeout=0.0)
     with pytest.raises(TypeError, match="colour"):
         RequestOptions(colour=1)  # type: ignore[call-arg]

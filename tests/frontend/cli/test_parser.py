@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -240,3 +241,27 @@ def test_main_names_commands_and_what_is_missing(capsys: pytest.CaptureFixture[s
     assert main(["generate"]) == 2
     assert "is empty" in capsys.readouterr().err
     assert main(["generate", "hi", "-tp", "2"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--attach", ""], "--attach needs a value"),  # "$UNSET" in a shell
+        (["--config", ""], "--config needs a value"),
+        (["--max-model-len", ""], "--max-model-len needs a value"),
+        (["x", "--model", "y"], "one argument too many: --model"),
+        (["--model", "y", "x"], "one argument too many: --model"),
+        (["-x"], "'-x': no such option"),
+        (["--nope"], "no such option; see --help"),
+        (["--stop", '"a"'], "must be a JSON list of texts"),
+        (["--stop", "[1]"], "must be a JSON list of texts"),
+        (["--kv-cache-memory-gib", "1" + "0" * 400], "kv-cache-memory-gib must be a number above 0"),
+        (["-tp=2"], "tensor_parallel_size"),
+    ],
+)
+def test_what_a_command_does_not_swallow(args: list[str], words: str) -> None:
+    parser = CommandParser("chat", "[MODEL]", "", ["model"])
+    parser.option("attach", str, "", "")
+    add_sampling(parser, 16)
+    with pytest.raises((ConfigError, NotSupportedError), match=re.escape(words)):
+        settings(parser.parse(args))

@@ -59,7 +59,7 @@ def test_lists_are_measured_before_their_entries_are_looked_at() -> None:
         with pytest.raises(ValidationError, match="ids: must be a whole number"):
             CHECK.token_ids("ids", [1, entry], 9)
     for entry in ("", "ab", 1):
-        with pytest.raises(ValidationError, match="stop: must be text of 1 to 1 characters"):
+        with pytest.raises(ValidationError, match="stop: each entry must be text of 1 to 1 characters"):
             CHECK.texts("stop", [entry], 9, 1)
 
 

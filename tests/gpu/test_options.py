@@ -19,7 +19,7 @@ from tests.support.checkpoints import make_config, prompts, save_model
 from tests.support.model_driver import DrivenSequence, ModelDriver, load
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.execution import logprobs
+from wavecore.engine_core.plan import LOGPROB_CHUNK
 from wavecore.kernels import ops
 from wavecore.kernels.reference import sampling
 from wavecore.kernels.sampling.rows import SamplingRows
@@ -138,7 +138,7 @@ def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
     for row in range(3 * len(ASKED)):
         base, change = kinds[row % len(kinds)]
         asked.append(params(BASES[base] | change(bases(base)[row % len(ASKED)].output), row))
-    assert len(asked) > logprobs.LOGPROB_CHUNK
+    assert len(asked) > LOGPROB_CHUNK
     same: list[bool] = []
     drawn: dict[tuple[int, int], tuple[int, float]] = {}  # by slot and position
 

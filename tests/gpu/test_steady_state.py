@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.execution import logprobs, uploads
+from wavecore.engine_core.execution import step_extras, uploads
 from wavecore.engine_core.plan import OutOfMemory, PendingStep, StepPlan
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def use_small_ring(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_launch_waits_for_nothing(runner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps are launched while the device sleeps, and what the host brings arrives before it is read."""
-    monkeypatch.setattr(logprobs, "LOGPROB_CHUNK", 8)  # 20 rows with logprobs: three parts
+    monkeypatch.setattr(step_extras, "LOGPROB_CHUNK", 8)  # 20 rows with logprobs: three parts
     driver = ModelDriver(runner)
     with recorded(runner) as steps:  # which also takes from the device what the allocator has not got yet
         driver.run(SCENARIOS[name](driver), chunk=chunk_of(name))

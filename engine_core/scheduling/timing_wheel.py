@@ -1,19 +1,21 @@
-"""Deadlines in a hierarchical timing wheel: O(1) insert and cancel, O(1) amortised tick.
+"""Deadlines in a hierarchical timing wheel: O(1) insert and cancel, and time that nothing happens in costs nothing.
 
 Level 0 has one bucket a tick for the next 64 ticks, level 1 one for each 64 ticks, and so on (Varghese & Lauck,
-"Hashed and hierarchical timing wheels", 1987). When level 0 wraps, the next bucket of level 1 is spread over it. A
-heap would cost O(log n) an insert, and cancelled entries, nearly all of them here, would have to stay in it.
+"Hashed and hierarchical timing wheels", 1987); the last level has as many buckets as far deadlines need. A bucket that
+begins is spread over lower levels. Only buckets that were used exist, so the wheel goes from one to the next and walks
+no empty ticks. A heap would cost O(log n) an insert, and cancelled entries, nearly all of them here, would have to stay
+in it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
 BITS, LEVELS = 6, 5
-SIZE, HORIZON = 1 << BITS, (1 << (BITS * LEVELS)) - 1
 
 
 class TimingWheel(Generic[Item]):
@@ -23,8 +25,10 @@ class TimingWheel(Generic[Item]):
     def __init__(self, now: float, resolution: float = 0.01) -> None:
         self._resolution = resolution
         self._tick = int(now / resolution)
-        self._buckets: list[list[dict[Item, int]]] = [[{} for _ in range(SIZE)] for _ in range(LEVELS)]
-        self._bucket_of: dict[Item, dict[Item, int]] = {}  # a bucket holds the tick of each of its items
+        # By level and tick >> (BITS * level). A bucket holds the tick of each of its items; cancelling may empty it.
+        self._levels: list[dict[int, dict[Item, int]]] = [{} for _ in range(LEVELS)]
+        self._bucket_of: dict[Item, dict[Item, int]] = {}
+        self._next: float = math.inf  # no bucket begins before this tick
 
     def __len__(self) -> int:
         return len(self._bucket_of)
@@ -33,10 +37,10 @@ class TimingWheel(Generic[Item]):
         return iter(self._bucket_of)
 
     def insert(self, deadline: float, item: Item) -> None:
-        """Beyond about 124 days at 10 ms a tick a deadline is cut to that."""
+        """An infinite deadline is none."""
         assert item not in self._bucket_of, "an item has one deadline"
-        tick = int(deadline / self._resolution) + 1
-        self._place(item, min(max(tick, self._tick + 1), self._tick + HORIZON))
+        if deadline < math.inf:
+            self._place(item, max(int(deadline / self._resolution), self._tick) + 1)
 
     def cancel(self, item: Item) -> None:
         """Idempotent; an item that fired, or never was here, is no error."""
@@ -45,28 +49,34 @@ class TimingWheel(Generic[Item]):
             del bucket[item]
 
     def advance(self, now: float) -> list[Item]:
-        """Move to `now`; returns the items whose deadline passed."""
+        """Move to `now`; returns the items whose deadline passed, in order of their ticks."""
         target = int(now / self._resolution)
         fired: list[Item] = []
-        while self._bucket_of and self._tick < target:
-            self._tick += 1
-            for level in range(1, LEVELS):
-                if self._tick & ((1 << (BITS * level)) - 1):
-                    break
-                bucket = self._buckets[level][(self._tick >> (BITS * level)) % SIZE]
-                nearer = list(bucket.items())
-                bucket.clear()
-                for item, tick in nearer:  # they move to lower levels
+        while self._next <= target:
+            begin, level = self._first_bucket()
+            self._next = begin
+            if begin > target:
+                break
+            self._tick = int(begin)
+            bucket = self._levels[level].pop(self._tick >> (BITS * level))
+            for item, tick in bucket.items():
+                if tick <= self._tick:
+                    del self._bucket_of[item]
+                    fired.append(item)
+                else:
                     self._place(item, tick)
-            due = self._buckets[0][self._tick % SIZE]
-            for item in due:
-                del self._bucket_of[item]
-            fired += due
-            due.clear()
         self._tick = max(self._tick, target)
         return fired
 
+    def _first_bucket(self) -> tuple[float, int]:
+        """The tick at which the next bucket begins, and its level: the highest where several begin."""
+        # Of a level below the last there are at most 65 buckets.
+        begins = [(min(buckets) << (BITS * level), -level) for level, buckets in enumerate(self._levels) if buckets]
+        begin, level = min(begins, default=(math.inf, 0))
+        return begin, -level
+
     def _place(self, item: Item, tick: int) -> None:
         level = min(max((tick - self._tick).bit_length() - 1, 0) // BITS, LEVELS - 1)
-        bucket = self._bucket_of[item] = self._buckets[level][(tick >> (BITS * level)) % SIZE]
+        bucket = self._bucket_of[item] = self._levels[level].setdefault(tick >> (BITS * level), {})
         bucket[item] = tick
+        self._next = min(self._next, tick >> (BITS * level) << (BITS * level))

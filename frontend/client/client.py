@@ -244,7 +244,7 @@ class EngineClient:
 
     def _wait_ready(self, timeout: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self.engines or self._refused, timeout)
+            self._changed.wait_for(lambda: self.engines or self._refused, min(timeout, threading.TIMEOUT_MAX))
             if not self.engines:
                 silent = f"no engine of {self._runtime_dir} answered within {timeout} s; is it overloaded?"
                 raise self._refused or StartError(silent)

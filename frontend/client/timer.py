@@ -22,7 +22,7 @@ class Timer:
         self._thread.start()
 
     def schedule(self, delay: float, function: Callable[[], None]) -> None:
-        self._due.enter(delay, 0, function)
+        self._due.enter(min(delay, threading.TIMEOUT_MAX), 0, function)  # for longer no thread can sleep
         self._changed.set()
 
     def close(self) -> None:

@@ -33,6 +33,27 @@ def test_total_time(n: int) -> None:
     assert driver.extras[0]["code"] == "timeout" and "timeout is 2.0 s" in driver.extras[0]["message"]
 
 
+@pytest.mark.parametrize("idle", [86_400.0, 16 * 86_400.0, 200 * 86_400.0, 10 * 365 * 86_400.0])
+def test_an_idle_engine_wakes_up_at_once(idle: float) -> None:
+    """The first request with deadlines after a day, or ten years: none of them has passed, and none is late."""
+    clock = Clock()
+    driver = make(clock, max_holding_seconds=50.0)
+    driver.add(0, [1, 2], {"timeout": 5.0}, max_tokens=3)
+    driver.run()
+    clock.now += idle
+    driver.add(1, [1, 2], {"timeout": 9.0, "queue_timeout": 4.0, "first_token_timeout": 6.0}, max_tokens=400)
+    driver.add(2, [1, 2], {"timeout": 7 * 86_400.0, "queue_timeout": 3.0}, max_tokens=400)
+    for _ in range(5):
+        driver.step()
+    assert driver.finish == {0: FinishReason.LENGTH} and driver.outputs[1]
+    clock.now += 3.02
+    driver.step()
+    assert driver.finish == {0: FinishReason.LENGTH, 2: FinishReason.TIMEOUT}
+    clock.now += 6.0
+    driver.run()
+    assert driver.finish[1] is FinishReason.TIMEOUT and "timeout is 9.0 s" in driver.extras[1]["message"]
+
+
 def test_queue_time_counts_until_the_first_step_only() -> None:
     clock = Clock()
     driver = make(clock, max_queue_seconds=1.0)

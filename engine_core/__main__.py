@@ -60,7 +60,7 @@ def _build(args: argparse.Namespace, child: SupervisedChild) -> EngineCoreProc:
     runner = make_runner(config, child.report_phase)
     child.report_phase("bind", 0.0)
     return EngineCoreProc(
-        EngineCore(config, runner),
+        EngineCore(config, runner, expect=child.progress.expect),
         child,
         index=args.index,
         resolved=_resolved(config, runner.info),

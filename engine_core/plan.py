@@ -164,6 +164,7 @@ class RunnerInfo:
         eos_token_ids: from generation_config, else config.
         dtype, device: torch's names of them, "bfloat16" and "cuda:0".
         swap_block_seconds: measured time to copy one KV block to the host, or back.
+        token_seconds: rather more than computing a prompt token takes, before any step was measured; 0 for very little.
         model_path: the local folder or file that holds the model, "" for a scripted one.
     """
 
@@ -178,6 +179,7 @@ class RunnerInfo:
     device: str
     model_path: str = ""
     swap_block_seconds: float = 0.0
+    token_seconds: float = 0.0
 
 
 class Runner(Protocol):

@@ -40,7 +40,11 @@ class EngineConfig:
         seed: base of random seeds for requests without one; None draws entropy.
         max_model_len: longest sequence, prompt and output together; None takes the model's.
         max_num_seqs: requests that run at once (rows of the batch).
-        max_num_batched_tokens: token budget of one step.
+        max_num_batched_tokens: most tokens of one step. On a CPU steps have fewer, about what a second is enough for.
+        max_inter_token_ms: target for the gap between two tokens of a request. A step with decoding rows holds only as
+            many prompt tokens as fit into this time, judged by the steps before; where decoding alone takes more
+            than half of it, prompts get as much time again. None gives prompts the whole budget. Needs
+            chunked prefill.
         enable_chunked_prefill: split prompts over steps; off, a prompt must fit into one step's budget.
         block_size: tokens a KV block; None chooses from the model.
         num_gpu_blocks_override: KV blocks, whatever gpu_memory_utilization says, as far as the device holds them.
@@ -64,8 +68,9 @@ class EngineConfig:
         address: None binds ipc sockets in the runtime directory; "tcp://HOST" binds two ports on that interface.
         runtime_dir: folder of deployment.json and sockets; None makes a fresh one.
         ready_timeout: seconds from start to ready.
-        step_timeout: seconds that one step may compute before the engine counts as stuck (an engine that does nothing
-            at all while there is work is ended within 5 s).
+        step_timeout: seconds that one step may compute before the engine counts as stuck. Where a step has to be long,
+            such as a prompt on a CPU without chunked prefill, it has ten times what its size should take, if that is
+            more. (An engine that does nothing at all while there is work is ended within 5 s.)
         shutdown_timeout: seconds to drain on a first SIGTERM or SIGINT.
         custom_ops: kernel name to "module:function" that replaces it.
         tensor_parallel_size, data_parallel_size: ranks; more than one is not supported yet.
@@ -81,6 +86,7 @@ class EngineConfig:
     max_model_len: Annotated[int | None, Bounds(1, 1 << 24)] = None
     max_num_seqs: Annotated[int, Bounds(1, 1 << 16)] = 256
     max_num_batched_tokens: Annotated[int, Bounds(1, 1 << 22)] = 8192
+    max_inter_token_ms: Annotated[float | None, ABOVE_ZERO] = 200.0
     enable_chunked_prefill: bool = True
     block_size: Annotated[int | None, Bounds(1, 1 << 16)] = None
     num_gpu_blocks_override: Annotated[int | None, Bounds(2, (1 << 31) - 1)] = None
@@ -90,7 +96,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     watermark: Annotated[float, Bounds(0.0, 0.99)] = 0.01
     scheduling_policy: Policy = "fcfs"
-    ageing_seconds: Annotated[float, ABOVE_ZERO] = 10.0
+    ageing_seconds: Annotated[float, Bounds(0.0, 1e9, above=True)] = 10.0
     async_scheduling: bool = True
     max_num_queued_reqs: Annotated[int, Bounds(1, 1 << 24)] = 16384
     max_num_queued_bytes: Annotated[int, COUNT] = 1 << 30

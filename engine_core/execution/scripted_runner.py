@@ -10,7 +10,8 @@ launch order, like kernels on a stream. Imports no torch: starts in a fraction o
     vocab_size (512), eos_token_id (0; a list is fine, [] for none), max_model_len (4096), hidden_size (8),
     block_size (16), num_blocks (1024), num_host_blocks (0): config.block_size, config.num_gpu_blocks_override and
         config.max_model_len go first; host blocks count only with config.swap_space_gib > 0.
-    step_seconds (0.0): how long the device takes for a step. swap_block_seconds (0.0): reported, costs nothing.
+    step_seconds (0.0), token_seconds (0.0): how long the device takes for a step, and for each of its tokens in
+        addition, which is reported, too. swap_block_seconds (0.0): reported, costs nothing.
     transfer_steps (0): a transfer is done with the rows of its own step, or so many steps later. It is done in one
         moment at the end of that time, and the blocks that it brings hold nothing until then.
     scripts ({}): {"<first prompt token>": [token, ...]}: a prompt that starts with this token gets these output
@@ -76,6 +77,7 @@ class Script:
     num_blocks: int = 1024
     num_host_blocks: int = 0
     step_seconds: float = 0.0
+    token_seconds: float = 0.0
     swap_block_seconds: float = 0.0
     transfer_steps: int = 0
     load_seconds: float = 0.0
@@ -122,6 +124,7 @@ class ScriptedRunner:
             device="cpu",
             model_path=self.script.tokenizer,
             swap_block_seconds=self.script.swap_block_seconds,
+            token_seconds=self.script.token_seconds,
         )
         info, seqs = self.info, config.max_num_seqs
         self.blocks = np.full((info.num_blocks, info.block_size), POISON, np.uint32)
@@ -278,7 +281,8 @@ class _Pending:
         assert self.runner.queue[0] is self, "steps must be waited for in launch order"
         self.runner.queue.popleft()
         result = self.runner.run(self.plan)
-        seconds = self.runner.script.step_seconds
+        script = self.runner.script
+        seconds = script.step_seconds + script.token_seconds * self.plan.num_tokens
         if seconds:
             done = max(self.launched, self.runner.device_free) + seconds
             self.runner.device_free = done

@@ -20,6 +20,7 @@ from wavecore.engine_core.loop.stats import Stats
 from wavecore.engine_core.loop.utilities import Utilities
 from wavecore.engine_core.plan import OutOfMemory, PendingStep, RequestFault, Runner, StepPlan, StepResult
 from wavecore.engine_core.request import Request
+from wavecore.engine_core.scheduling.pace import Pace
 from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.scheduler import Scheduler
 from wavecore.engine_core.scheduling.step_update import update
@@ -28,19 +29,32 @@ from wavecore.transport.wire.messages import U32, Add, FinishReason, StepTokens
 
 
 class EngineCore:
-    """Scheduler and runner of one engine. Everything but `admit` belongs to one thread."""
+    """Scheduler and runner of one engine. Everything but `admit` belongs to one thread.
 
-    def __init__(self, config: EngineConfig, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        clock: monotonic seconds.
+        expect: told, with each launch, about how many seconds the steps in flight will take; 0 for unknown.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+        expect: Callable[[float], object] = lambda _: None,
+    ) -> None:
         self.config = config
         self.runner = runner
         self.depth = 2 if config.async_scheduling else 1
         self.requests = Requests(config, runner.info, clock)
-        self.scheduler = Scheduler(config, self.requests)
+        self.pace = Pace(config, runner.info)
+        self.scheduler = Scheduler(config, self.requests, self.pace)
         self.stats = Stats(self.requests, log=config.log_stats)
         self.utilities = Utilities(self.requests, self.scheduler, runner, self.stats)
         self.in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()
         self.draining = False
-        self._done_at = self._token_seconds = 0.0
+        self._clock, self._expect = clock, expect
+        self._done_at = 0.0
         self._admitted_reqs = self._admitted_bytes = 0
 
     # --- requests -------------------------------------------------------------------------------------------------
@@ -120,7 +134,8 @@ class EngineCore:
         if plan is None:
             return False
         try:
-            self.in_flight.append((plan, self.runner.launch(plan), time.perf_counter()))
+            self.in_flight.append((plan, self.runner.launch(plan), self._clock()))
+            self._expect(self.pace.token_seconds * sum(plan.num_tokens for plan, *_ in self.in_flight))
         except (RequestFault, OutOfMemory) as fault:
             self._recover(fault, plan)
         return True
@@ -137,7 +152,7 @@ class EngineCore:
             return None
         if plan.num_rows:
             self.scheduler.budget.step_fitted()
-        self._measure(plan, launched)
+            self._measure(plan, launched)
         return plan, result
 
     def _recover(self, fault: RequestFault | OutOfMemory, failed: StepPlan) -> None:
@@ -145,12 +160,10 @@ class EngineCore:
         recover(fault, failed, self.requests, self.scheduler.budget, self.runner.info)
 
     def _measure(self, plan: StepPlan, launched: float) -> None:
-        """Learn from steps that are mostly prompt what computing a token costs, and so whether swapping pays."""
-        now = time.perf_counter()
+        """Learn how long steps take, and from that whether swapping pays."""
+        now = self._clock()
         seconds, self._done_at = now - max(launched, self._done_at), now
-        info, tokens = self.runner.info, plan.num_tokens
-        if not info.num_host_blocks or not tokens or tokens < 4 * plan.num_rows:
-            return
-        weight = 0.2 if self._token_seconds else 1.0
-        self._token_seconds += weight * (seconds / tokens - self._token_seconds)
-        self.requests.kv.swap_pays = 2 * info.swap_block_seconds <= self._token_seconds * info.block_size
+        self.pace.learn(plan, seconds)
+        info, token_seconds = self.runner.info, self.pace.token_seconds
+        if info.num_host_blocks and token_seconds:
+            self.requests.kv.swap_pays = 2 * info.swap_block_seconds <= token_seconds * info.block_size

@@ -37,17 +37,18 @@ def _at_fault(
 ) -> tuple[Request | None, OutOfMemory]:
     """Steps become smaller; who must end, and what to tell its client.
 
-    Nobody, the first time and while steps are large. Then whose rare options need most: a guess. Without such options
-    smaller steps go on to be tried, down to one token: that row has failed alone, so it is no guess that it cannot run.
+    Nobody in the first burst of failures, and while steps are large. Then whose rare options need most: a guess.
+    Without such options smaller steps go on to be tried, down to one token. A row that has failed alone, whenever it
+    was tried for seconds, is no guess.
     """
     if not failed.num_rows:
         return None, fault
     budget.shrink(failed.num_tokens)
-    if budget.failures == 1 or failed.num_tokens > SMALL_STEP:
-        return None, fault
     who = [requests.slots.at(slot) for slot in failed.slots.tolist()]
     if failed.num_tokens == 1:
-        return who[0], fault
+        return who[0] if budget.hopeless else None, fault
+    if budget.failures == 1 or failed.num_tokens > SMALL_STEP:
+        return None, fault
     found = most_demanding(list(zip(who, failed.query_lens.tolist(), failed.samples.tolist(), strict=True)), info)
     if found is None:
         return None, fault

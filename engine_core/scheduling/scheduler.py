@@ -20,6 +20,7 @@ import numpy as np
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import I32, Index, NewRequest, StepPlan, int_table
 from wavecore.engine_core.request import Request
+from wavecore.engine_core.scheduling.pace import Pace
 from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.step_budget import StepBudget
 
@@ -27,11 +28,12 @@ from wavecore.engine_core.scheduling.step_budget import StepBudget
 class Scheduler:
     """Turns the state of the requests into the next step's plan."""
 
-    def __init__(self, config: EngineConfig, requests: Requests) -> None:
+    def __init__(self, config: EngineConfig, requests: Requests, pace: Pace) -> None:
         self.requests = requests
+        self.pace = pace
         self.slots = requests.slots
         self.kv = requests.kv
-        self.budget = StepBudget(config.max_num_batched_tokens)
+        self.budget = StepBudget(config.max_num_batched_tokens, requests.clock)
         self.chunked = config.enable_chunked_prefill
         self.blocked = ""  # why the last plan did not start the head of the queue
         self._new_requests: list[NewRequest] = []
@@ -42,6 +44,9 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to do now. It may hold swaps alone, and no row."""
         self.requests.expire()
+        if self.budget.paused:
+            self.blocked = "a step of one token ran out of memory: it is tried again in a moment"
+            return None
         slots, lens = self._choose()
         events = self.kv.events
         if not len(slots) and self.kv.transfers:
@@ -65,16 +70,17 @@ class Scheduler:
     # --- running requests -----------------------------------------------------------------------------------------
 
     def _running(self) -> tuple[Index, I32, int]:
-        """Slots of running requests in key order, query lengths within the budget, and what is left of it."""
+        """Slots of running requests in key order, query lengths within the budget, and what is left for prompts."""
         s = self.slots
         slots = s.ordered()
         need = s.length[slots] - s.computed[slots]
-        left = self.budget.tokens - int(need.sum())
+        decode = need == 1
+        num_decode = int(np.count_nonzero(decode))
+        room = min(self.budget.tokens - num_decode, self.pace.prompt_tokens(num_decode > 0))
+        left = room - (int(need.sum()) - num_decode)
         if left >= 0:
             return slots, need, left
-        decode = need == 1
-        room = self.budget.tokens - int(decode.sum())
-        if room > 0:  # decode rows first, the rest to prompts, best key first
+        if num_decode < self.budget.tokens:  # decode rows first, the rest to prompts, best key first
             lens = np.where(decode, need, _fill(np.where(decode, 0, need), room))
         else:  # a budget cut by lack of memory: by key alone, so that the first in line has a row
             lens = _fill(need, self.budget.tokens)
@@ -126,7 +132,7 @@ class Scheduler:
             # A request resumed after a preemption may be longer than one step, even with chunked prefill off.
             least = 1 if self.chunked or n > self.budget.tokens else n
             if left < least:
-                self.blocked = f"{left} tokens of the step's budget of {self.budget.tokens} were left"
+                self.blocked = f"{left} prompt tokens of the step's budget of {self.budget.tokens} were left"
                 break
             keep_reserve = self.requests.num_running and request is not self._made_room_for
             slot = self._start(request, self.kv.watermark if keep_reserve else 0)

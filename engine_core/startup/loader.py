@@ -27,6 +27,7 @@ from wavecore.transport.errors import ConfigError, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK_BYTES = 2 << 20
+CPU_FLOPS = 1e10  # of a core, at the least; how fast it really is shows with the first steps
 
 
 def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -> ModelRunner:
@@ -61,6 +62,7 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         model_path=str(source.path),
+        token_seconds=2 * spec.num_parameters / (CPU_FLOPS * torch.get_num_threads()) if device.type == "cpu" else 0.0,
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through

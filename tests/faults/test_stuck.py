@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -11,7 +12,9 @@ import psutil
 import pytest
 from tests.faults.conftest import right_answer
 
+import wavecore
 from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.llm import LLM
 from wavecore.transport.errors import EngineDead
 from wavecore.transport.processes.supervisor import Limits
 
@@ -90,6 +93,53 @@ def test_long_prefill_is_not_stuck(deploy: Any) -> None:
         assert len(stream.tokens) == 2
         assert time.monotonic() - started > 2 * idle, "too fast to show anything"
         assert deployed.engine.restarts == 0
+
+
+def test_long_prompt_on_a_slow_device(deploy: Any) -> None:
+    """A prompt takes several times the stuck limit to compute on a CPU, with default settings.
+
+    It is computed in steps of about a second, so the engine is never taken for stuck.
+    """
+    script = {"token_seconds": 0.001, "num_blocks": 1000, "max_model_len": 8192}
+    with deploy(script, limits=Limits(ready=60, idle=2.5, step=3)) as deployed:
+        prompt = tuple(range(1, 500)) * 10
+        started = time.monotonic()
+        stream = deployed.stream(1, 3, prompt=prompt)
+        stream.check_finished()
+        assert time.monotonic() - started > 4.5, "too fast to show anything"
+        assert deployed.engine.restarts == 0
+
+
+def test_step_that_must_be_long(deploy: Any) -> None:
+    """Without chunked prefill one step of a prompt computes for longer than `step_timeout`.
+
+    The limit of a step knows its size: ten times what so many tokens should take.
+    """
+    length = 4_000_000
+    script = {"max_model_len": length + 100, "num_blocks": 4000, "block_size": 1024, "token_seconds": 1e-6}
+    config = {"max_num_seqs": 1, "max_num_batched_tokens": length + 1, "enable_prefix_caching": False}
+    limits = Limits(ready=60, idle=5, step=0.5)
+    with deploy(script, limits=limits, enable_chunked_prefill=False, **config) as deployed:
+        stream = deployed.stream(1, 2, prompt=tuple(range(1, 1000)) * (length // 999))
+        assert stream.end == "length"
+        assert stream.ended and deployed.engine.restarts == 0
+
+
+def test_limits_without_an_end() -> None:
+    """Limits are set to infinity: `step_timeout`, `ready_timeout`, `max_holding_seconds`, the `timeout` of `connect`.
+
+    They never strike, and nothing else happens.
+    """
+    limits = {"step_timeout": math.inf, "ready_timeout": math.inf, "max_holding_seconds": math.inf}
+    llm = LLM(model="scripted:", skip_tokenizer_init=True, **limits)
+    try:
+        other = wavecore.connect(llm.runtime_dir, timeout=math.inf)
+        for each in (llm, other):
+            [output] = each.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=4, ignore_eos=True))
+            assert output.outputs[0].finish_reason == "length"
+        other.shutdown()
+    finally:
+        llm.shutdown()
 
 
 def test_slow_load_is_not_stuck(deploy: Any) -> None:

@@ -2,9 +2,9 @@
 
 The child's main loop tells by a page of shared memory whether there is work and whether it moves. Time alone cannot
 tell a hang from a long prefill, a starved core or a debugger, so what Linux says about the child's threads counts
-too: a thread that runs, waits for a core or reads a disk is alive. Such a child gets `step_seconds`; one whose threads
-all sleep gets `idle_seconds`. Ticks are counted, not seconds, so a supervisor that was itself stopped or starved does
-not blame the child for the gap.
+too: a thread that runs, waits for a core or reads a disk is alive. Such a child gets `step_seconds`, or ten times what
+it expects its step to take, if that is more; one whose threads all sleep gets `idle_seconds`. Ticks are counted, not
+seconds, so a supervisor that was itself stopped or starved does not blame the child for the gap.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import psutil
 TICK_SECONDS = 0.5
 COMPUTING_SHARE = 0.05  # of one core; a hung process still sends a heartbeat now and then
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-_BEATS, _BUSY, _FIRST_HELPER = 0, 1, 2
+EXPECTED_TIMES = 10  # a step may take so many times what the child expected
+_BEATS, _BUSY, _EXPECTED_MS, _FIRST_HELPER = 0, 1, 2, 3
 _MAX_HELPERS = 16
 
 
 class ProgressPage:
-    """Words of 8 bytes: beats, busy, then the thread ids whose CPU time says nothing about progress.
+    """Words of 8 bytes: beats, busy, expected ms, then the thread ids whose CPU time says nothing about progress.
 
     The child writes, its supervisor reads. A write costs well under a microsecond and needs neither a thread nor the
     GIL to be seen, so what the loop did last is known even of a child that hangs inside native code.
@@ -51,6 +52,10 @@ class ProgressPage:
         """Whether there is work that should move; an idle child is never stuck."""
         self._words[_BUSY] = busy
 
+    def expect(self, seconds: float) -> None:
+        """What is computed now should take about so long; 0 for unknown."""
+        self._words[_EXPECTED_MS] = int(min(seconds, 1e9) * 1000)
+
     def helper(self, thread_id: int) -> None:
         """Do not count a thread (native id) as computing: IO threads run on while the main loop hangs."""
         for i in range(_FIRST_HELPER, _FIRST_HELPER + _MAX_HELPERS):
@@ -65,6 +70,10 @@ class ProgressPage:
     @property
     def is_busy(self) -> bool:
         return bool(self._words[_BUSY])
+
+    @property
+    def expected_seconds(self) -> float:
+        return self._words[_EXPECTED_MS] / 1000
 
     @property
     def helpers(self) -> set[int]:
@@ -82,13 +91,12 @@ class StallWatch:
         pid: the child.
         page: its progress page.
         idle_seconds: limit for a child with work whose threads all sleep, or that is stopped.
-        step_seconds: limit for a child that computes without finishing a step.
+        step_seconds: limit for a child that computes without finishing a step that it expected to be short.
     """
 
     def __init__(self, pid: int, page: ProgressPage, idle_seconds: float, step_seconds: float) -> None:
         self._pid, self._page = pid, page
-        self._idle_limit = max(1, round(idle_seconds / TICK_SECONDS))
-        self._step_limit = max(1, round(step_seconds / TICK_SECONDS))
+        self._idle_seconds, self._step_seconds = idle_seconds, step_seconds
         self._beats = -1
         self._cpu_seconds: float | None = None  # at the last tick without a beat
         self._idle = self._computing = 0
@@ -106,13 +114,13 @@ class StallWatch:
             self._idle = 0
         else:
             self._idle += 1
-        if self._idle >= self._idle_limit:
-            seconds = self._idle * TICK_SECONDS
+        seconds = self._idle * TICK_SECONDS
+        if self._idle and seconds >= self._idle_seconds:
             if stopped:
                 return f"it has been stopped (SIGSTOP or a debugger) for {seconds:.1f} s"
             return f"it has work but did nothing for {seconds:.1f} s: every thread sleeps (stacks are in the log)"
-        if self._computing >= self._step_limit:
-            seconds = self._computing * TICK_SECONDS
+        seconds = self._computing * TICK_SECONDS
+        if self._computing and seconds >= max(self._step_seconds, EXPECTED_TIMES * self._page.expected_seconds):
             return f"one step has computed for {seconds:.1f} s without an end (stacks are in the log)"
         return None
 

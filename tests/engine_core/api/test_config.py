@@ -25,6 +25,8 @@ from wavecore.transport.errors import ConfigError, NotSupportedError
         ("kv_cache_memory_gib", 0, "a number above 0, not 0"),
         ("swap_space_gib", -1.0, "a number of at least 0, not -1.0"),
         ("watermark", 1.0, "a number of at least 0 and at most 0.99"),
+        ("max_inter_token_ms", 0.0, r"a number above 0 \(or None\), not 0.0"),
+        ("ageing_seconds", math.inf, r"a number above 0 and at most 1e\+09, not inf"),
         ("max_queue_seconds", 0.0, r"a number of at least 0.001 and at most 604800 \(or None\), not 0.0"),
         ("max_holding_seconds", 0.0, r"a number above 0 \(or None\), not 0.0"),
         ("scheduling_policy", "lifo", "one of fcfs, priority, hybrid, not 'lifo'"),

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from tests.support.scheduler_driver import CLIENT, SchedulerDriver, make_add
+from tests.support.scheduler_driver import CLIENT, Clock, SchedulerDriver, make_add
 
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.plan import OutOfMemory, StepPlan, StepResult
 from wavecore.engine_core.request import State
-from wavecore.engine_core.scheduling.step_budget import PATIENCE, StepBudget
+from wavecore.engine_core.scheduling.step_budget import ALONE_SECONDS, PATIENCE_SECONDS, StepBudget
 from wavecore.transport.wire.messages import FinishReason
 
 SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=256, num_host_blocks=40)
@@ -442,16 +442,16 @@ def test_the_first_in_line_moves_however_small_the_steps_become() -> None:
 
 
 def test_out_of_memory_again_ends_whose_options_made_the_step_big() -> None:
-    """Not the longest: a client that asks for much pays for it."""
+    """Not the longest: a client that asks for much pays for it. It shows when full steps are tried again."""
     script = Script(eos_token_id=[], faults={"oom_token": 66})
     driver = SchedulerDriver(script, max_num_batched_tokens=512)
     for handle in range(4):
-        driver.add(handle, [1 + handle] * 60, max_tokens=12, logprobs=1 if handle == 2 else None)
+        driver.add(handle, [1 + handle] * 60, max_tokens=400, logprobs=1 if handle == 2 else None)
     driver.add(9, [66] * 20, max_tokens=12, prompt_logprobs=5, logprobs=5)
     driver.run()
     assert driver.finish.pop(9) is FinishReason.ERROR and driver.extras[9]["code"] == "resource"
     assert "of its rows this request's needs most memory, for prompt_logprobs" in driver.extras[9]["message"]
-    assert driver.core.scheduler.budget.tokens > 32
+    assert driver.core.scheduler.budget.tokens == 512
     del driver.sent[9]
     driver.check_all()
 
@@ -490,31 +490,69 @@ def test_a_request_that_runs_out_of_memory_alone_ends(asynchronous: bool) -> Non
     driver.check_all()
 
 
-def test_a_step_budget_shrinks_at_once_and_grows_back_slowly() -> None:
-    def steps_until_it_grows(budget: StepBudget) -> int:
-        before, steps = budget.tokens, 0
-        while budget.tokens == before:
-            budget.step_fitted()
-            steps += 1
-        assert budget.tokens == min(2 * before, budget.max_num_batched_tokens)
-        return steps
+def test_a_step_budget_shrinks_at_once_and_grows_back_after_a_while() -> None:
+    clock = Clock()
+    budget = StepBudget(100, clock)
 
-    budget = StepBudget(100)
+    def seconds_until_it_grows() -> float:
+        begin, before = clock.now, budget.tokens
+        while budget.tokens == before:
+            clock.now += 0.05
+            budget.step_fitted()
+        assert budget.tokens == 100
+        return clock.now - begin
+
     budget.shrink(30)
     assert budget.tokens == 15 and budget.failures == 1
-    assert steps_until_it_grows(budget) == PATIENCE
-    budget.shrink(budget.tokens)
-    assert budget.tokens == 15 and budget.failures == 2
-    assert [steps_until_it_grows(budget) for _ in range(3)] == [2 * PATIENCE] * 3
-    assert budget.tokens == 100 and budget.failures == 2
-    for _ in range(2 * PATIENCE):  # long without a fault: forgotten
-        budget.step_fitted()
-    assert budget.failures == 0
+    budget.shrink(15)  # still the same burst
+    assert budget.tokens == 7 and budget.failures == 1
+    assert seconds_until_it_grows() == pytest.approx(PATIENCE_SECONDS, abs=0.06)
+    for tries in range(1, 5):  # full steps do not fit: ever longer until the next try
+        for size in (100, 50, 25):
+            budget.shrink(size)
+        assert budget.tokens == 12 and budget.failures == 1 + tries
+        assert seconds_until_it_grows() == pytest.approx(PATIENCE_SECONDS * 2**tries, abs=0.06)
+    clock.now += 2 * 86400.0
+    budget.step_fitted()  # long without a fault: forgotten
+    assert budget.failures == 0 and budget.tokens == 100
     budget.shrink(100)
-    assert steps_until_it_grows(budget) == PATIENCE
-    for _ in range(8):
+    assert seconds_until_it_grows() == pytest.approx(PATIENCE_SECONDS, abs=0.06)
+
+
+def test_what_cannot_be_made_smaller_is_tried_for_seconds() -> None:
+    clock = Clock()
+    budget = StepBudget(8, clock)
+    tries = 0
+    begin = clock.now
+    while not budget.hopeless:
+        assert not budget.paused
         budget.shrink(1)
-    assert budget.tokens == 1 and steps_until_it_grows(budget) == PATIENCE << 8
+        tries += 1
+        while budget.paused:
+            clock.now += 0.005
+    assert ALONE_SECONDS <= clock.now - begin < ALONE_SECONDS + 1.0
+    assert 20 < tries < 80
+    budget.shrink(1)  # another one begins anew
+    assert not budget.hopeless
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("length", [7, 30])
+def test_a_burst_out_of_memory_ends_nobody_and_is_over_in_seconds(asynchronous: bool, length: int) -> None:
+    """Every step of a while fails, however small: somebody else held the memory."""
+    script = replace(SCRIPT, max_model_len=4096, faults={"oom_at_steps": list(range(10, 10 + length))})
+    driver = SchedulerDriver(script, async_scheduling=asynchronous, check=False)
+    for handle in range(8):
+        driver.add(handle, prompt(handle, 12), max_tokens=120, logprobs=1 if handle == 3 else None)
+    budget = driver.core.scheduler.budget
+    while not budget.failures:
+        driver.step()
+    began = driver.clock.now
+    while budget.tokens < 8192:
+        driver.step()
+    assert driver.clock.now - began < 0.01 * length + 9.0 and budget.failures == 1
+    driver.run()
+    driver.check_all()
 
 
 def test_any_other_exception_leaves_the_core() -> None:

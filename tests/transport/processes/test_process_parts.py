@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import shutil
@@ -183,5 +184,15 @@ def test_progress_page_and_stall_watch() -> None:
     reason = watch.tick()
     assert reason is not None
     assert "computed for 1.5 s" in reason
+    writer.expect(4.25 * TICK_SECONDS / 10)  # ten times as long is more than the limit
+    writer.beat()
+    watch.tick()
+    assert [watch.tick() for _ in range(4)] == [None] * 4
+    assert "computed for 2.5 s" in str(watch.tick())
+    writer.expect(math.inf)
+    writer.beat()
+    assert reader.expected_seconds > 1e6
+    endless = StallWatch(os.getpid(), reader, idle_seconds=math.inf, step_seconds=math.inf)
+    assert [endless.tick() for _ in range(9)] == [None] * 9
     writer.close()
     reader.close()

@@ -81,6 +81,7 @@ class StepPlan:
         copies: int32 [n, 2] of (source block, destination block) on the device.
         table: int32 [n, 3] of (slot, index, block id): what changes in the block table.
         after: copies and rows run behind the transfers of all plans up to this earlier step id; -1 behind none.
+        num_tokens: of all rows.
     """
 
     step_id: int
@@ -94,14 +95,14 @@ class StepPlan:
     copies: I32 = field(default_factory=_no_pairs)
     table: I32 = field(default_factory=lambda: int_table((), 3))
     after: int = -1
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", int(self.query_lens.sum()))
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.query_lens.sum())
 
     @property
     def ends(self) -> I32:

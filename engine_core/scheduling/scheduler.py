@@ -74,12 +74,14 @@ class Scheduler:
         s = self.slots
         slots = s.ordered()
         need = s.length[slots] - s.computed[slots]
-        decode = need == 1
-        num_decode = int(np.count_nonzero(decode))
+        total, num_decode = int(need.sum()), len(need)
+        if total > num_decode:
+            num_decode = int(np.count_nonzero(need == 1))
         room = min(self.budget.tokens - num_decode, self.pace.prompt_tokens(num_decode > 0))
-        left = room - (int(need.sum()) - num_decode)
+        left = room - (total - num_decode)
         if left >= 0:
             return slots, need, left
+        decode = need == 1
         if num_decode < self.budget.tokens:  # decode rows first, the rest to prompts, best key first
             lens = np.where(decode, need, _fill(np.where(decode, 0, need), room))
         else:  # a budget cut by lack of memory: by key alone, so that the first in line has a row

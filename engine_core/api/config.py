@@ -40,7 +40,7 @@ class EngineConfig:
         seed: base of random seeds for requests without one; None draws entropy.
         max_model_len: longest sequence, prompt and output together; None takes the model's.
         max_num_seqs: requests that run at once (rows of the batch).
-        max_num_batched_tokens: most tokens of one step. On a CPU steps have fewer, about what a second is enough for.
+        max_num_batched_tokens: token budget of one step. On a CPU steps take less of it: about a second of work.
         max_inter_token_ms: target for the gap between two tokens of a request. A step with decoding rows holds only as
             many prompt tokens as fit into this time, judged by the steps before; where decoding alone takes more
             than half of it, prompts get as much time again. None gives prompts the whole budget. Needs

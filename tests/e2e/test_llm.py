@@ -252,7 +252,8 @@ def test_recommended_sampling(tmp_path: Path) -> None:
     with LLM(files["model"]) as llm:
         params = llm.get_default_sampling_params()
         assert params == SamplingParams(temperature=0.6, top_p=0.9)
-        assert len(llm.generate([5], params.clone(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids) == 3
+        longer = params.clone(max_tokens=3, ignore_eos=True)
+        assert len(llm.generate([5], longer, use_tqdm=False)[0].outputs[0].token_ids) == 3
         assert llm.get_default_sampling_params().max_tokens == 16
     recommended.write_text('{"top_k": 50.5}')
     with LLM(files["model"]) as llm, pytest.raises(ModelError, match=r"generation_config\.json: top_k"):

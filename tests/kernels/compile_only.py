@@ -6,6 +6,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 
@@ -39,3 +40,17 @@ def compile_only(capability: int) -> list[tuple[str, Any]]:
 
     JITFunction.run = compiled
     return launched
+
+
+def count_only(capability: int) -> None:
+    """As `compile_only`, and without machine code: for what asks whether a launch compiles, not what comes of it."""
+
+    def no_llvm(_self: Any, _module: Any, metadata: dict[str, Any], *_: Any) -> str:
+        metadata |= {"shared": 0, "name": ""}
+        return ""
+
+    compile_only(capability)
+    CUDABackend.make_ttgir = lambda _self, module, *_: module
+    CUDABackend.make_llir = no_llvm
+    CUDABackend.make_ptx = lambda *_: ""
+    CUDABackend.make_cubin = lambda *_: b""

@@ -1,7 +1,8 @@
 """A program, not a test: an engine's warm-up and then every kind of request, with kernels that are only compiled.
 
 The runner is one of a CPU that takes the kernels of a GPU. Nothing is computed, matrix products included: all values
-and tokens are zeros. Prints JSON: the kernels compiled by the warm-up, and by each kind of request after it.
+and tokens are zeros. Machine code is not made either: `compile_for_hopper` shows that it can be. Prints JSON: the
+kernels compiled by the warm-up, and by each kind of request after it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import triton
-from tests.kernels.compile_only import compile_only
+from tests.kernels.compile_only import count_only
 from tests.support.checkpoints import make_config, save_model
 from tests.support.every_request import every_request
 from tests.support.model_driver import load
@@ -30,7 +31,7 @@ def main(folder: Path) -> None:
     model = save_model(folder, make_config("Llama", head_dim=128, max_position_embeddings=2400))
     limits: dict[str, Any] = {"max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS}
     runner: Any = load(model, dtype="bfloat16", block_size=16, **limits)
-    compile_only(90)
+    count_only(90)
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *_args, **details: compiled.append(details["fn"].name)
     for operation in ops.OPERATIONS.values():

@@ -24,9 +24,8 @@ from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
 from wavecore.frontend.text.messages import ChatOptions
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import ValidationError, WavecoreError
-from wavecore.transport.wire.checks import Checker
+from wavecore.transport.wire.checks import OF_REQUEST
 
-_check = Checker(ValidationError)
 LONG_TEXT = 20_000  # characters; encoding more would hold the event loop up for milliseconds
 
 
@@ -171,7 +170,7 @@ class AsyncLLM(BaseLLM):
         resume: bool = False,
         kind: OutputKind | str = OutputKind.DELTA,
     ) -> AsyncGenerator[RequestOutput]:
-        kind = OutputKind(_check.one_of("output_kind", kind, tuple(OutputKind)))
+        kind = OutputKind(OF_REQUEST.one_of("output_kind", kind, tuple(OutputKind)))
         request = self._service.prepare(await make_prompt(), params, options, request_id=request_id, resume=resume)
         # From here to the end there is one `try`, and no await before it: a cancelled task leaves nothing.
         if request.request_id in self._by_id:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wavecore.transport.errors import NotSupportedError, ValidationError
-from wavecore.transport.wire.checks import Checker
+from wavecore.transport.wire.checks import OF_REQUEST
 
 I32 = npt.NDArray[np.int32]
 
@@ -102,7 +102,7 @@ def as_prompt(prompt: Any) -> Prompt:
         return Prompt(text and _text(text), token_ids(prompt["prompt_token_ids"]), cache_salt=salt)
     if prompt.get("prompt") is None:
         raise ValidationError("prompt", 'a dictionary needs "prompt", "prompt_token_ids" or "prompt_embeds"')
-    parse = Checker(ValidationError).flag("parse_special", prompt.get("parse_special", True))
+    parse = OF_REQUEST.flag("parse_special", prompt.get("parse_special", True))
     return Prompt(text=_text(prompt["prompt"]), cache_salt=salt, parse_special=parse)
 
 

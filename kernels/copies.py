@@ -14,11 +14,11 @@ def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
     assert kv_cache.is_contiguous() and pairs.is_contiguous() and pairs.shape[1] == 2
     size = kv_cache[0].numel()
     if len(pairs):
-        _copy_pages[(len(pairs) * triton.cdiv(size, BLOCK),)](kv_cache, pairs, size, BLOCK=BLOCK, num_warps=8)
+        _copy_blocks[(len(pairs) * triton.cdiv(size, BLOCK),)](kv_cache, pairs, size, BLOCK=BLOCK, num_warps=8)
 
 
 @triton.jit
-def _copy_pages(cache_ptr, pairs_ptr, size, BLOCK: tl.constexpr):
+def _copy_blocks(cache_ptr, pairs_ptr, size, BLOCK: tl.constexpr):
     """A program (pair, part of BLOCK places) copies its part of one KV block; `size` numbers are in a KV block."""
     parts = tl.cdiv(size, BLOCK)
     pair = tl.program_id(0) // parts  # one axis: either number can be above the 65,535 of the others

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
 from wavecore.engine_core.api.fields import Bounds, WireFields, field_checks, make_plain
-from wavecore.transport.errors import ValidationError
-from wavecore.transport.wire.checks import MAX_TOKEN_ID, Checker
+from wavecore.transport.wire.checks import MAX_TOKEN_ID, OF_REQUEST
 
 MIN_SECONDS = 0.001
 DEADLINE = Bounds(MIN_SECONDS, 7 * 86400.0)
@@ -52,4 +51,4 @@ class RequestOptions(WireFields):
         return replace(self, **left)
 
 
-_CHECKS = field_checks(RequestOptions, Checker(ValidationError))
+_CHECKS = field_checks(RequestOptions, OF_REQUEST)

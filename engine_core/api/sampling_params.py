@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 
 from wavecore.engine_core.api.fields import Bounds, WireFields, field_checks, make_plain
 from wavecore.transport.errors import ValidationError
-from wavecore.transport.wire.checks import MAX_TOKEN_ID, Checker, shown
+from wavecore.transport.wire.checks import MAX_TOKEN_ID, OF_REQUEST, shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -26,7 +26,6 @@ MAX_LOGPROBS = 64
 MAX_TOKENS = 1 << 24
 SEED = Bounds(-(1 << 63), (1 << 63) - 1)
 MAX_ALLOWED = 1 << 20
-_check = Checker(ValidationError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,23 +91,25 @@ class SamplingParams(WireFields):
 
     def _check_lists(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        self._put("stop", _check.texts("stop", () if stop is None else stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH))
+        self._put("stop", OF_REQUEST.texts("stop", () if stop is None else stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH))
         ids = () if self.stop_token_ids is None else self.stop_token_ids
-        self._put("stop_token_ids", _check.token_ids("stop_token_ids", ids, MAX_STOP_TOKENS))
+        self._put("stop_token_ids", OF_REQUEST.token_ids("stop_token_ids", ids, MAX_STOP_TOKENS))
         if self.logit_bias is not None:
             self._put("logit_bias", _biases(self.logit_bias))
         if self.allowed_token_ids is not None:
-            self._put("allowed_token_ids", _check.token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED))
+            self._put(
+                "allowed_token_ids", OF_REQUEST.token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
+            )
             if not self.allowed_token_ids:
                 raise ValidationError("allowed_token_ids", "must not be empty; leave it out to allow all tokens")
 
     def _check_bad_words(self) -> None:
         bad = () if self.bad_words is None else self.bad_words
-        self._put("bad_words", _check.texts("bad_words", bad, MAX_BAD_WORDS, MAX_STOP_LENGTH))
+        self._put("bad_words", OF_REQUEST.texts("bad_words", bad, MAX_BAD_WORDS, MAX_STOP_LENGTH))
         if self.bad_words_token_ids is None:
             return
-        listed = _check.entries("bad_words", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
-        words = tuple([_check.token_ids("bad_words", word, MAX_STOP_LENGTH) for word in listed])
+        listed = OF_REQUEST.entries("bad_words", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
+        words = tuple([OF_REQUEST.token_ids("bad_words", word, MAX_STOP_LENGTH) for word in listed])
         if (size := sum(map(len, words))) > MAX_BAD_WORD_TOKENS:
             raise ValidationError("bad_words", f"{size} tokens in all are more than {MAX_BAD_WORD_TOKENS}")
         self._put("bad_words_token_ids", words or None)
@@ -164,7 +165,7 @@ class SamplingParams(WireFields):
         return replace(self, **changes)
 
 
-_CHECKS = field_checks(SamplingParams, _check)
+_CHECKS = field_checks(SamplingParams, OF_REQUEST)
 
 
 def _biases(biases: Any) -> dict[int, float]:
@@ -177,6 +178,6 @@ def _biases(biases: Any) -> dict[int, float]:
             number = int(token) if isinstance(token, str) else token
         except ValueError:
             raise ValidationError("logit_bias", f"{shown(token)} is not a token id") from None
-        token_id = _check.whole("logit_bias", number, 0, MAX_TOKEN_ID)
-        found[token_id] = _check.real("logit_bias", bias, -100.0, 100.0)
+        token_id = OF_REQUEST.whole("logit_bias", number, 0, MAX_TOKEN_ID)
+        found[token_id] = OF_REQUEST.real("logit_bias", bias, -100.0, 100.0)
     return found

@@ -29,7 +29,7 @@ from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tok
 from wavecore.transport.errors import ModelError, NotSupportedError, ValidationError
 from wavecore.transport.processes.supervisor import ChildSpec, Limits, Supervisor
 from wavecore.transport.version import VERSION
-from wavecore.transport.wire.checks import Checker
+from wavecore.transport.wire.checks import OF_REQUEST
 from wavecore.transport.wire.codec import MAX_FRAME_BYTES
 
 Progress = Callable[[int, str, float], None]
@@ -155,7 +155,7 @@ class Service:
         if not isinstance(params, SamplingParams):
             raise ValidationError("sampling_params", f"must be SamplingParams, not {type(params).__name__}")
         request_id = str(next(self._numbers)) if request_id is None else request_id
-        Checker(ValidationError).text("request_id", request_id, 1, MAX_ID)
+        OF_REQUEST.text("request_id", request_id, 1, MAX_ID)
         queue = int(self.resolved["max_num_queued_reqs"])
         if params.n > queue:
             raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")

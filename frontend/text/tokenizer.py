@@ -25,7 +25,7 @@ from wavecore.frontend.text.messages import (
     pick_marker,
 )
 from wavecore.transport.errors import NotSupportedError, ValidationError
-from wavecore.transport.wire.checks import Checker
+from wavecore.transport.wire.checks import OF_REQUEST
 
 MAX_DECODE = 1 << 24  # ids in one call
 MAX_TOKEN_CHARACTERS = 256  # longest run of characters that one token may stand for, for refusing huge texts unread
@@ -170,7 +170,7 @@ class Tokenizer:
         Raises:
             ValidationError: no list of token ids.
         """
-        checked = Checker(ValidationError).token_ids("ids", ids, MAX_DECODE)
+        checked = OF_REQUEST.token_ids("ids", ids, MAX_DECODE)
         return self.backend.decode(list(checked), skip_special_tokens=skip_special_tokens)
 
     def decode_token(self, token: int) -> str:

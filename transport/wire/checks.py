@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from wavecore.transport.errors import ProtocolError
+from wavecore.transport.errors import ProtocolError, ValidationError
 
 MAX_DEPTH = 16
 MAX_TEXT = 1 << 20
@@ -63,11 +63,11 @@ class Checker:
             raise self.error(name, f"must be true or false, not {shown(value)}")
         return value
 
-    def text(self, name: str, value: Any, low: int, high: int) -> str:
-        """A string of `low` to `high` characters."""
+    def text(self, name: str, value: Any, low: int, high: int, what: str = "") -> str:
+        """A string of `low` to `high` characters; `what` it is begins the reason."""
         if not isinstance(value, str) or not low <= len(value) <= high:
             span = f"{low} to {high}" if low else f"at most {high}"
-            raise self.error(name, f"must be text of {span} characters, not {shown(value)}")
+            raise self.error(name, f"{what}must be text of {span} characters, not {shown(value)}")
         return value
 
     def one_of(self, name: str, value: Any, choices: Sequence[str]) -> str:
@@ -93,17 +93,14 @@ class Checker:
 
     def texts(self, name: str, values: Any, limit: int, longest: int) -> tuple[str, ...]:
         found = self.entries(name, values, limit)
-        for value in found:
-            if not isinstance(value, str) or not 0 < len(value) <= longest:
-                reason = f"each entry must be text of 1 to {longest} characters, not {shown(value)}"
-                raise self.error(name, reason)
-        return tuple(found)
+        return tuple([self.text(name, value, 1, longest, "each entry ") for value in found])
 
     def token_ids(self, name: str, values: Any, limit: int) -> tuple[int, ...]:
         return tuple([self.whole(name, value, 0, MAX_TOKEN_ID) for value in self.entries(name, values, limit)])
 
 
 ON_WIRE = Checker(lambda _, reason: ProtocolError(reason))
+OF_REQUEST = Checker(ValidationError)
 
 
 def bytes16(value: Any) -> bytes:

@@ -59,7 +59,12 @@ TIERS = {
         ("reference",),
         ("batch", "device"),
     ),
-    "transport": (("io", "processes"), ("wire",), ("addresses", "curve", "waker"), ("errors", "version")),
+    "transport": (
+        ("io", "processes"),
+        ("wire",),
+        ("addresses", "curve", "waker"),
+        ("errors", "small_files", "version"),
+    ),
 }
 # The host's side of a step and its device's side meet in a plan alone.
 APART = (

@@ -15,6 +15,11 @@ from typing import Self
 import zmq
 
 from wavecore.transport.errors import ConfigError
+from wavecore.transport.small_files import read_small, write_new
+
+KEY_FILES = ("server.key", "client.key")
+ALLOW_LIST = "authorized_clients"
+MAX_KEY_FILE = 4096  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class KeyPair:
         """
         try:
             status = path.stat()
-            lines = path.read_bytes().split()
+            lines = read_small(path, MAX_KEY_FILE).split()
         except OSError as error:
             raise ConfigError(f"key file {path}: {error.strerror}") from None
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -47,9 +52,7 @@ class KeyPair:
         return cls(public=lines[1], secret=lines[0])
 
     def save(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(self.secret + b"\n" + self.public + b"\n")
+        write_new(path, self.secret + b"\n" + self.public + b"\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,8 @@ class CurveServer:
     def allowed(self) -> set[bytes]:
         """Public keys (z85) that may connect, as the files stand now."""
         keys = {KeyPair.load(self.keys_dir / "client.key").public}
-        for path in (self.keys_dir / "authorized_clients").glob("*.pub"):
-            keys.add(path.read_bytes().strip())
+        for path in (self.keys_dir / ALLOW_LIST).glob("*.pub"):
+            keys.add(read_small(path, MAX_KEY_FILE).strip())
         return keys
 
 
@@ -92,8 +95,8 @@ class CurveClient:
 def create_keys(keys_dir: Path) -> str:
     """Make the deployment's key files where they are missing; returns the server's public key."""
     keys_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (keys_dir / "authorized_clients").mkdir(mode=0o700, exist_ok=True)
-    for name in ("server.key", "client.key"):
+    (keys_dir / ALLOW_LIST).mkdir(mode=0o700, exist_ok=True)
+    for name in KEY_FILES:
         if not (keys_dir / name).exists():
             KeyPair.generate().save(keys_dir / name)
     return KeyPair.load(keys_dir / "server.key").public.decode()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
@@ -50,7 +51,7 @@ class DeploymentWatch:
     def can_recover(self) -> bool:
         """Whether an engine is up, starting, or to be started again, and will take requests of this client."""
         try:
-            return self._can_recover(deployment.read(self._runtime_dir))
+            return self._can_recover(self._read())
         except StartError:  # stopped
             return False
 
@@ -75,13 +76,18 @@ class DeploymentWatch:
         if planned is self._planned:
             self.look()
 
+    def _read(self) -> Deployment:
+        """The file, as far as it speaks of the engines that were there when this client was made."""
+        found = deployment.read(self._runtime_dir)
+        return replace(found, engines=tuple(entry for entry in found.engines if entry.index in self._engines))
+
     def _look(self) -> bool:
         """Returns whether an engine that is not up may come up."""
         for engine in self._engines.values():
             if engine.state is EngineState.BROKEN:
                 self._find_cause(engine, engine.epoch)
         try:
-            found = deployment.read(self._runtime_dir)
+            found = self._read()
         except StartError as stopped:
             self._on_lost(stopped)
             return False
@@ -89,7 +95,11 @@ class DeploymentWatch:
             causes = [entry.cause.message for entry in found.engines if entry.cause]
             self._on_lost(EngineDead(causes[0] if causes else f"the deployment in {self._runtime_dir} is over"))
         for entry in found.engines:
-            self._connect(entry)
+            try:
+                self._connect(entry)
+            except WavecoreError as error:  # a missing key file, for one: the next look tries again
+                if entry.index not in self._addresses:
+                    self._on_lost(error)
         coming = [self._engines[entry.index] for entry in found.engines if entry.state not in OVER]
         return any(engine.state is not EngineState.UP for engine in coming)
 

@@ -7,17 +7,24 @@ the supervisor is gone: `read` asks the lock that lives exactly as long as the s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
-from wavecore.transport.errors import StartError
-from wavecore.transport.processes.runtime_dir import is_held
+from wavecore.transport.errors import ProtocolError, StartError
+from wavecore.transport.processes.runtime_dir import LOCK, is_held
+from wavecore.transport.small_files import read_small
+from wavecore.transport.wire.checks import MAX_TEXT, Checker, shown, table
 
 FILE = "deployment.json"
+SCRATCH = f".{FILE}"
+MAX_BYTES = 1 << 24
+MAX_ENTRIES = 1024  # of engines, and of lines in a log's tail
+_CHECKS = Checker(lambda name, reason: ProtocolError(f"{name} {reason}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +95,55 @@ class Deployment:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Deployment:
-        values = json.loads(text)
-        engines = tuple(_entry(e) for e in values.pop("engines"))
-        return cls(engines=engines, **values)
+    def from_json(cls, text: str | bytes) -> Deployment:
+        """Raises:
+        ProtocolError: it is no deployment.
+        """
+        return from_plain(cls, parse_json(text))
+
+
+T = TypeVar("T", Cause, EngineEntry, Deployment)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What another process wrote, whatever it is.
+
+    Raises:
+        ProtocolError: it is no JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"no JSON: {error}") from None
+
+
+def from_plain(cls: type[T], value: Any) -> T:
+    """One of the classes above from the object that JSON made of it. What a newer version adds is skipped.
+
+    Raises:
+        ProtocolError: a value is missing or of another kind.
+    """
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{shown(value)} is no object")
+    try:
+        return cls(**{f.name: _READ[f.type](f.name, value[f.name]) for f in fields(cls) if f.name in value})
+    except TypeError as error:
+        raise ProtocolError(str(error)) from None
+
+
+def _engines(name: str, value: Any) -> tuple[EngineEntry, ...]:
+    return tuple(from_plain(EngineEntry, entry) for entry in _CHECKS.entries(name, value, MAX_ENTRIES))
+
+
+_READ: Mapping[Any, Callable[[str, Any], Any]] = {  # by the annotation of a field
+    "str": lambda name, value: _CHECKS.text(name, value, 0, MAX_TEXT),
+    "int": lambda name, value: _CHECKS.whole(name, value, -1, (1 << 31) - 1),
+    "float": lambda name, value: _CHECKS.real(name, value, 0.0, math.inf),
+    "tuple[str, ...]": lambda name, value: _CHECKS.texts(name, value, MAX_ENTRIES, MAX_TEXT),
+    "Mapping[str, Any]": lambda _, value: table(value),
+    "Cause | None": lambda _, value: None if value is None else from_plain(Cause, value),
+    "tuple[EngineEntry, ...]": _engines,
+}
 
 
 def overall(engines: tuple[EngineEntry, ...]) -> str:
@@ -104,7 +156,7 @@ def overall(engines: tuple[EngineEntry, ...]) -> str:
 
 def write(runtime_dir: Path, deployment: Deployment) -> None:
     """Replace the file in one step, so that a reader sees the old text or the new one."""
-    scratch = runtime_dir / f".{FILE}"
+    scratch = runtime_dir / SCRATCH
     scratch.write_text(deployment.to_json())
     scratch.rename(runtime_dir / FILE)
 
@@ -117,17 +169,17 @@ def read(runtime_dir: str | Path) -> Deployment:
     """
     path = Path(runtime_dir) / FILE
     try:
-        deployment = Deployment.from_json(path.read_text())
+        deployment = Deployment.from_json(read_small(path, MAX_BYTES))
     except FileNotFoundError:
         raise StartError(
             f"no deployment at {path}: it was never started or has been stopped; start one with `wavecore engine`"
         ) from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, ProtocolError) as error:  # ValueError: a NUL in the path
         raise StartError(
             f"{path} is not a deployment file ({error}); name the runtime directory of a running engine"
         ) from error
-    # A fork of the supervisor's program that outlives it has the lock, too.
-    if is_held(path.parent) and psutil.pid_exists(deployment.supervisor_pid):
+    # A fork of the supervisor's program that outlives it has the lock, too. A lock that a cleaner took is made again.
+    if psutil.pid_exists(deployment.supervisor_pid) and (is_held(path.parent) or not (path.parent / LOCK).exists()):
         return deployment
     gone = Cause(
         "engine_dead",
@@ -139,7 +191,7 @@ def read(runtime_dir: str | Path) -> Deployment:
 
 
 def why_dead(runtime_dir: str | Path, index: int, epoch: bytes) -> Cause | None:
-    """The cause of death of the life `epoch` of an engine; None while that life is well.
+    """The cause of death of the life `epoch` of an engine; None while nothing says that it is over.
 
     For a client whose connection broke. The supervisor writes the cause within milliseconds, but maybe after the
     client noticed: look again.
@@ -148,17 +200,9 @@ def why_dead(runtime_dir: str | Path, index: int, epoch: bytes) -> Cause | None:
         entry = next((e for e in read(runtime_dir).engines if e.index == index), None)
     except StartError:
         return Cause("engine_dead", f"the deployment in {runtime_dir} was stopped; what it had not finished is lost")
-    if entry is not None and entry.epoch == epoch.hex() and entry.state in ("starting", "ready", "draining"):
-        return None
-    if entry is not None and entry.cause is not None:
-        return entry.cause
-    what = "stopped" if entry is None or entry.state == "stopped" else "restarted"
-    return Cause("engine_dead", f"engine {index} was {what}; what it had accepted and not finished is lost")
-
-
-def _entry(values: dict[str, Any]) -> EngineEntry:
-    cause = values.pop("cause")
-    if cause is not None:
-        cause["log_tail"] = tuple(cause["log_tail"])
-        cause = Cause(**cause)
-    return EngineEntry(cause=cause, **values)
+    if entry is not None and entry.state not in ("stopped", "failed", "dead"):
+        # Another life may be an earlier one, if the disk was full when ours began; a later one says so itself (READY).
+        well = entry.epoch != epoch.hex() or entry.state in ("starting", "ready", "draining")
+        return None if well else entry.cause
+    stopped = Cause("engine_dead", f"engine {index} was stopped; what it had accepted and not finished is lost")
+    return entry.cause or stopped if entry else stopped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import selectors
 import signal
@@ -14,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wavecore.transport.errors import RequestError, StartError, WavecoreError, from_code
+from wavecore.transport.errors import ProtocolError, RequestError, StartError, WavecoreError, from_code
 from wavecore.transport.processes.child import STACKS_SIGNAL
-from wavecore.transport.processes.deployment import Cause, EngineEntry
+from wavecore.transport.processes.deployment import Cause, EngineEntry, from_plain, parse_json
 from wavecore.transport.processes.process import Child, ChildSpec, LineReader, explain_end
 from wavecore.transport.processes.stall import StallWatch
+from wavecore.transport.wire.checks import ON_WIRE, table
 
 WINDOW_SECONDS = 600.0
 MAX_DEATHS = 5
@@ -221,20 +221,22 @@ class EngineProcess:
 
     def _on_status(self, line: str) -> None:
         try:
-            said: dict[str, Any] = json.loads(line)
-        except ValueError:  # killed in the middle of a line
-            return
-        if "phase" in said:
-            self._phase = said["phase"]
-            self._on_phase(self.entry.index, said["phase"], said["fraction"])
-        elif "failed" in said:
-            self._reported = Cause(**said["failed"])
-        elif (ready := said.get("ready")) and self._child is not None:
-            self._phase, self._ready_by, self._was_ready = "serve", None, True
-            self._stall = StallWatch(self._child.pid, self._child.progress, self._limits.idle, self._limits.step)
-            self.resolved = ready["resolved"]
-            found = {name: ready[name] for name in ("epoch", "input", "output")}
-            self.entry = replace(self.entry, state="ready", cause=None, **found)
+            said = parse_json(line)
+            if "phase" in said:
+                self._phase = str(said["phase"])
+                self._on_phase(self.entry.index, self._phase, ON_WIRE.real("", said["fraction"], 0.0, 1.0))
+            elif "failed" in said:
+                self._reported = from_plain(Cause, said["failed"])
+            elif "ready" in said and self._child is not None:
+                found = from_plain(EngineEntry, {**said["ready"], "index": self.entry.index})
+                self.resolved = table(said["ready"]["resolved"])
+                self._phase, self._ready_by, self._was_ready = "serve", None, True
+                self._stall = StallWatch(self._child.pid, self._child.progress, self._limits.idle, self._limits.step)
+                self.entry = replace(
+                    self.entry, state="ready", cause=None, epoch=found.epoch, input=found.input, output=found.output
+                )
+        except (ProtocolError, KeyError, TypeError) as error:  # a child that was killed in the middle of a line, too
+            logger.warning("%s said %.200r, which is no status: %s", self._spec.name, line, error)
 
     def _kill_stuck(self, code: str, reason: str) -> None:
         """Take down the stacks of all threads, then, in the next tick, the process."""

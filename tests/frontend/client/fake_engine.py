@@ -100,8 +100,11 @@ class FakePump:
 class FakeDeployment:
     """Stands in for `transport.deployment`."""
 
-    def __init__(self, engines: int) -> None:
-        entries = tuple(EngineEntry(i, "ready", input=f"ipc:///in{i}", output=f"ipc:///out{i}") for i in range(engines))
+    def __init__(self, engines: int, server_key: str) -> None:
+        entries = tuple(
+            EngineEntry(i, "ready", input=f"ipc:///in{i}", output=f"ipc:///out{i}", server_key=server_key)
+            for i in range(engines)
+        )
         self.value = Deployment("ready", 1, entries)
         self.causes: dict[bytes, Cause] = {}
 
@@ -119,8 +122,8 @@ class FakeDeployment:
 class World:
     """A client of fake engines."""
 
-    def __init__(self, monkeypatch: Any, engines: int = 1, state: str = "ready") -> None:
-        self.deployment = FakeDeployment(engines)
+    def __init__(self, monkeypatch: Any, engines: int = 1, state: str = "ready", server_key: str = "") -> None:
+        self.deployment = FakeDeployment(engines, server_key)
         self.deployment.set_state(state)
         monkeypatch.setattr("wavecore.frontend.client.client.deployment", self.deployment)
         monkeypatch.setattr("wavecore.frontend.client.deployment_watch.deployment", self.deployment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,17 @@ def test_damaged_allow_list_admits_nobody(tmp_path: Path, make_engine: Any) -> N
     client = CurveClient.load(tmp_path, public)
     (tmp_path / "client.key").chmod(0o640)
     assert first_event(engine.addresses[1], client) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+def test_a_file_that_would_be_waited_for_in_the_allow_list_admits_nobody_and_stops_nothing(
+    tmp_path: Path, make_engine: Any
+) -> None:
+    public = create_keys(tmp_path)
+    engine = make_engine((ADDRESS, ADDRESS), curve=CurveServer.load(tmp_path))
+    client = CurveClient.load(tmp_path, public)
+    for strange in ("a FIFO", "a device"):
+        path = tmp_path / "authorized_clients" / "strange.pub"
+        os.mkfifo(path) if strange == "a FIFO" else path.symlink_to("/dev/zero")
+        assert first_event(engine.addresses[1], client) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        path.unlink()
+        assert first_event(engine.addresses[1], client) == zmq.EVENT_HANDSHAKE_SUCCEEDED

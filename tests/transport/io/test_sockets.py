@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from wavecore.transport import small_files
 from wavecore.transport.addresses import parse_address
 from wavecore.transport.curve import CurveServer, KeyPair, create_keys
 from wavecore.transport.errors import ConfigError, ResourceError, StartError
@@ -131,6 +133,24 @@ def test_key_files_are_closed_to_others(tmp_path: Path) -> None:
         CurveServer.load(folder)
     with pytest.raises(ConfigError, match="No such file"):
         KeyPair.load(folder / "none.key")
+    (folder / "large.key").write_bytes(bytes(1 << 20))
+    with pytest.raises(ConfigError, match="larger than"):
+        KeyPair.load(folder / "large.key")
+    os.mkfifo(folder / "fifo.key")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        KeyPair.load(folder / "fifo.key")
+
+
+def test_a_full_disk_leaves_no_damaged_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, mode: str) -> Any:
+        os.close(fd)
+        return Path("/dev/full").open(mode, buffering=0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(small_files.os, "fdopen", full)
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/server.key'"):
+            create_keys(tmp_path)
+    assert create_keys(tmp_path)
 
 
 def test_secrets_do_not_show(tmp_path: Path) -> None:

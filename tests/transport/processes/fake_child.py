@@ -44,10 +44,10 @@ def main() -> int:
 
 
 def what_to_do(config: dict[str, Any]) -> str:
-    """The config's word; with `once`, a file, it serves well in all lives but the first."""
+    """The config's word; with `once`, a file, in the first life alone, and `later`, or to serve, in all others."""
     once = Path(config.get("once", "/nonexistent/once"))
     if once.exists():
-        return "serve"
+        return str(config.get("later", "serve"))
     if "once" in config:
         once.touch()
     return str(config["do"])
@@ -67,6 +67,8 @@ def fail_while_loading(do: str, child: SupervisedChild, input_address: str) -> i
     if do == "missing library":
         print("ImportError: libfoo.so.3: cannot open shared object file: No such file or directory", file=sys.stderr)
         os._exit(1)
+    if do == "babble":
+        babble(child)
     if do == "die in load":
         os.kill(os.getpid(), signal.SIGKILL)
     if do == "hang in load":
@@ -76,6 +78,29 @@ def fail_while_loading(do: str, child: SupervisedChild, input_address: str) -> i
         child.report_failure(StartError("port 5 is taken"))
         return 3
     return None
+
+
+def babble(child: SupervisedChild) -> None:
+    """Lines on the status pipe that no child of ours writes."""
+    words = [
+        b"",
+        b"null",
+        b"5",
+        b'"ready phase failed"',
+        b"[" * 100_000,
+        b'{"phase": 3}',
+        b'{"phase": "x", "fraction": NaN}',
+    ]
+    words += [
+        b'{"ready": null}',
+        b'{"ready": {"epoch": 1}}',
+        b'{"ready": {}}',
+        b'{"failed": []}',
+        b'{"failed": {"code": 5}}',
+    ]
+    words += [b'{"new": "of a later version"}', b'{"phase": "x", "fraction": "half"}', b"\xff\xfe", b'{"pha']
+    for word in words:
+        os.write(child._status_fd, word + b"\n")
 
 
 def report_ready(do: str, child: SupervisedChild, input_address: str, output_address: str) -> None:

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wavecore.transport.errors import StartError
-from wavecore.transport.processes import deployment, runtime_dir
-from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry
+from wavecore.transport.processes import runtime_dir
 from wavecore.transport.processes.engine_process import Backoff
 from wavecore.transport.processes.logs import LineWriter
 from wavecore.transport.processes.process import ChildSpec, LineReader, explain_end, oom_kills
@@ -94,19 +92,6 @@ def test_a_line_without_an_end_is_cut() -> None:
     os.close(read)
     os.close(write)
     assert sum(map(len, got)) > 1 << 20
-
-
-def test_deployment_round_trips(tmp_path: Path) -> None:
-    entry = EngineEntry(0, "waiting", 7, "ab", "ipc://i", "ipc://o", "", Cause("signal", "m", log_tail=("a",)), 2)
-    one = Deployment("degraded", 1, (entry,), {"max_model_len": 8}, 3.0)
-    assert Deployment.from_json(one.to_json()) == one
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"engines": [{}]}', '{"engines": 3}', "\x00"])
-def test_a_foreign_deployment_file_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / deployment.FILE).write_text(text)
-    with pytest.raises(StartError, match="deployment"):
-        deployment.read(tmp_path)
 
 
 def test_only_folders_of_dead_supervisors_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

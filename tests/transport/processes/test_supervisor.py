@@ -118,6 +118,11 @@ def test_five_deaths_in_ten_minutes_stay_down() -> None:
         assert (found.state, found.restarts) == ("failed", 4)
 
 
+def test_status_lines_that_are_none_are_skipped() -> None:
+    with started("babble") as supervisor:
+        assert supervisor.deployment().state == "ready"
+
+
 def test_a_child_stuck_in_native_code_is_ended_with_its_stacks_in_the_log(tmp_path: Path) -> None:
     with started("hold the GIL", once=str(tmp_path / "once")) as supervisor:
         cause = until(lambda: supervisor.deployment().engines[0].cause)

@@ -1,0 +1,62 @@
+"""What a client makes of deployment.json while an engine is not up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.frontend.client.fake_engine import World
+from tests.support.waiting import until
+
+from wavecore.frontend.client.client import EngineClient
+from wavecore.transport.curve import create_keys
+from wavecore.transport.errors import ConfigError, StartError
+from wavecore.transport.processes import deployment
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    world = World(monkeypatch)
+    yield world
+    world.client.close()
+
+
+@pytest.mark.parametrize("text", ["", "null", '"ready"', "[" * 100_000, '{"supervisor_pid": 1e999}'])
+def test_a_hostile_file_is_a_typed_error_of_connect(tmp_path: Path, text: str) -> None:
+    (tmp_path / deployment.FILE).write_text(text)
+    with pytest.raises(StartError, match="not a deployment file"):
+        EngineClient(tmp_path, version="1")
+
+
+def test_engines_that_were_not_there_are_nobodys_business(world: World) -> None:
+    world.kill(0)
+    entries = world.deployment.value.engines
+    strange = replace(entries[0], index=7, input="tcp://127.0.0.1:5", output="tcp://127.0.0.1:6")
+    world.deployment.value = replace(world.deployment.value, engines=(strange, *entries))
+    assert world.client.can_recover()
+    world.pump.new_life(0)
+    until(lambda: world.client._watch._planned is None, "the end of the watch")
+    assert list(world.pump.addresses) == [0]
+
+
+def test_an_address_that_cannot_be_used_now_is_tried_again(world: World, tmp_path: Path) -> None:
+    """The keys for tcp are missing for a moment, while the engine is found at another address."""
+    world.client._watch._runtime_dir = tmp_path
+    world.kill(0)
+    public = create_keys(tmp_path / "keys")
+    (tmp_path / "keys" / "client.key").rename(tmp_path / "client.key")
+    entry = world.deployment.value.engines[0]
+    moved = replace(entry, input="tcp://127.0.0.1:5", output="tcp://127.0.0.1:6", server_key=public)
+    world.deployment.value = replace(world.deployment.value, engines=(moved,))
+    world.client._watch.look()
+    assert world.pump.addresses[0] == (entry.input, entry.output)
+    (tmp_path / "client.key").rename(tmp_path / "keys" / "client.key")
+    until(lambda: world.client.engines, "the engine at its new address")
+    assert world.pump.addresses[0] == (moved.input, moved.output)
+
+
+def test_an_address_that_can_never_be_used_fails_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"client\.key: No such file"):
+        World(monkeypatch, server_key="x" * 40)

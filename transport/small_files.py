@@ -1,0 +1,38 @@
+"""Small files that processes share: read without trust, since another may lie in their place, and written once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The whole of a regular file. Waits for nobody.
+
+    Raises:
+        OSError: missing, more than `limit` bytes, or no regular file: a FIFO would be waited for, a device has no end.
+    """
+    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes")
+    return data
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Make a file that only its owner can read; whole or not at all, where the disk is full.
+
+    Raises:
+        OSError: it is there already, or cannot be written.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error

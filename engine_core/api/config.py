@@ -66,7 +66,8 @@ class EngineConfig:
         log_stats: log where the time of the loop goes, throughput, queue and cache every ten seconds.
         disable_tqdm: no progress bar while weights load.
         address: None binds ipc sockets in the runtime directory; "tcp://HOST" binds two ports on that interface.
-        runtime_dir: folder of deployment.json and sockets; None makes a fresh one.
+        runtime_dir: folder of deployment.json, sockets and keys; None makes a fresh one. A named one may hold other
+            files, which are never touched, and keeps its keys and allow-list for later starts.
         ready_timeout: seconds from start to ready.
         step_timeout: seconds that one step may compute before the engine counts as stuck. Where a step has to be long,
             such as a prompt on a CPU without chunked prefill, it has ten times what its size should take, if that is

@@ -5,7 +5,7 @@
 
 The main loop touches no socket. Of the engine's core the IO threads use two things, which change nothing there:
 `core.admit` in the input thread, and the load that heartbeats carry in the output thread. Without requests all three
-threads sleep, but for the output thread's tick each second.
+threads sleep, but for a tick of the IO threads each second.
 """
 
 from __future__ import annotations

@@ -1,21 +1,29 @@
-"""The machine around an engine misbehaves: logs that block or break, full disks, clocks that jump."""
+"""The machine around an engine misbehaves: logs that block or break, full disks, lost files, clocks that jump."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from documents import ROOT, package_files
 from tests.faults.conftest import SERVE
+from tests.support.waiting import until
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
+from wavecore.transport.errors import ResourceError
+from wavecore.transport.io.connection import Disconnected, Reconnected
 from wavecore.transport.processes import deployment
+from wavecore.transport.processes.runtime_dir import is_held
 
 CHATTY = """
 import os, sys
@@ -61,22 +69,122 @@ def test_log_that_breaks_or_blocks(how: str, tmp_path: Path) -> None:
 def test_full_disk(deploy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk of the runtime directory is full when an engine dies.
 
-    The engine is restarted and serves; one warning says that `deployment.json` is out of date until there is room.
+    The engine is restarted and serves; one warning says that `deployment.json` is out of date, and no stream ends for
+    what the old file says. As soon as there is room the file is right again.
     """
     real, full = deployment.write, True
 
     def write(*args: Any) -> None:
         if full:
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, "No space left on device")
         real(*args)
 
-    with deploy() as deployed:
+    with deploy({"step_seconds": 0.01}) as deployed:
         monkeypatch.setattr(deployment, "write", write)
         before = deployed.engine
         os.kill(before.pid, 9)
         deployed.recovered(before.epoch)
+        stream = deployed.stream(1, max_tokens=50)
+        stream.first.wait(30)
+        client = deployed.llm._service.client
+        client._on_event(0, Disconnected("a cable was pulled"))  # now the client looks into the file, again and again
+        until(lambda: deployment.read(deployed.runtime_dir).engines[0].epoch == before.epoch)
+        client._watch.look()
+        client._on_event(0, Reconnected())
+        stream.check_finished()
         full = False
+        until(lambda: deployment.read(deployed.runtime_dir) == deployed.supervisor.deployment())
         deployed.check_serving()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "wavecore-test", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Leaves no byte of room."""
+    path = disk / "full"
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return path
+
+
+def test_full_disk_and_room_again(deploy: Any, small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A real file system under the runtime directory, full while an engine dies and is started again."""
+    run = small_disk / "run"
+    with deploy(runtime_dir=str(run)) as deployed:
+        before = deployed.engine
+        full = fill(small_disk)
+        os.kill(before.pid, 9)
+        deployed.recovered(before.epoch)
+        deployed.check_serving()
+        assert deployment.read(run).engines[0].epoch == before.epoch
+        assert caplog.text.count("clients cannot attach until this works again") == 1
+        full.unlink()
+        until(lambda: deployment.read(run) == deployed.supervisor.deployment())
+        with LLM.connect(run) as other:
+            deployed.stream(2, llm=other).check_finished()
+
+
+@pytest.mark.parametrize("address", [None, "tcp://127.0.0.1"])
+def test_disk_that_is_full_at_the_start(deploy: Any, small_disk: Path, address: str | None) -> None:
+    """The disk of the runtime directory is full when an engine is to start.
+
+    The start fails with `ResourceError` that names the path (exit code 3), and leaves nothing there.
+    """
+    fill(small_disk)
+    run = small_disk / "run"
+    with pytest.raises(ResourceError, match=rf"{run}.*No space left"), deploy(runtime_dir=str(run), address=address):
+        pass
+    assert not run.exists()
+
+
+def test_disk_that_becomes_full_during_the_start(deploy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was not ready: nobody could attach."""
+    real = deployment.write
+
+    def write(path: Path, found: deployment.Deployment) -> None:
+        if found.state == "ready":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, found)
+
+    monkeypatch.setattr(deployment, "write", write)
+    with pytest.raises(ResourceError, match=r"deployment.json: .*No space left"), deploy():
+        pass
+
+
+@pytest.mark.parametrize("address", [None, "tcp://127.0.0.1"])
+def test_files_that_a_cleaner_takes(deploy: Any, tmp_path: Path, address: str | None) -> None:
+    """A cleaner of old files, or a mistake, removes `deployment.json`, the lock, sockets, keys or the whole folder.
+
+    They are made again within seconds, so programs can attach as before. Whoever is attached goes on and notices
+    nothing; requests run on. (Files are touched each hour, so that cleaners leave them.)
+    """
+    with deploy({"step_seconds": 0.01}, address=address) as deployed:
+        run = deployed.runtime_dir
+        before = deployed.engine
+        stream = deployed.stream(1, max_tokens=500)
+        stream.first.wait(30)
+        everything = [path.name for path in run.iterdir()]
+        for names in (["deployment.json"], ["lock"], [n for n in everything if n[0] in "ek"], ["."]):
+            for name in names:
+                path = run / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            until(lambda: all((run / name).exists() for name in everything))
+            assert is_held(run)
+            with LLM.connect(run) as other:
+                deployed.stream(2, llm=other, max_tokens=5).check_finished()
+        stream.check_finished()
+        assert deployed.engine == before
 
 
 def test_clock_jumps(deploy: Any) -> None:

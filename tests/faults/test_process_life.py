@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from wavecore.transport.processes.supervisor import Supervisor
 EMBED = """
 import multiprocessing, sys, time
 from wavecore.frontend.llm import LLM
-llm = LLM("scripted:{script}", disable_tqdm=True)
+llm = LLM("scripted:{script}", disable_tqdm=True, runtime_dir={runtime_dir!r})
 if {fork}:
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
 print("ready", llm.runtime_dir, flush=True)
@@ -103,7 +104,7 @@ def test_killed_program(program: Any, fork: bool) -> None:
 
     The engine ends within two seconds, by itself. Its runtime directory is removed by the next start.
     """
-    one = program(EMBED, fork=fork)
+    one = program(EMBED, fork=fork, runtime_dir=None)
     path = one.ready()
     [engine] = [p for p in one.family() if "wavecore engine" in " ".join(p.cmdline())]
     one.process.kill()
@@ -113,6 +114,31 @@ def test_killed_program(program: Any, fork: bool) -> None:
     os.killpg(one.process.pid, signal.SIGKILL) if fork else None
     one.finish()
     until(lambda: not is_held(path))
+
+
+def test_named_folder_with_files_of_the_users(program: Any, script: Path, runtime_folder: Path) -> None:
+    """`runtime_dir` names a folder that holds other files, and the program is killed (kill -9).
+
+    No file that wavecore did not write is ever removed, by this start, the next one in that folder, or any other. Keys
+    and the allow-list for tcp stay, too; the rest goes with the next start and stop in that folder.
+    """
+    run = runtime_folder / "wavecore-prod"
+    for name in ("engineering-thesis.txt", "keys/id_ed25519", "engine-data/part.bin"):
+        (run / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (run / name).write_text("mine")
+    before = {path: path.stat().st_ino for path in run.rglob("*")}
+    try:
+        one = program(EMBED, fork=False, runtime_dir=str(run))
+        assert one.ready() == run
+        one.process.kill()
+        one.finish()
+        with LLM(f"scripted:{script}", disable_tqdm=True):
+            assert (run / "deployment.json").exists()
+        with LLM(f"scripted:{script}", disable_tqdm=True, runtime_dir=str(run)) as llm:
+            assert llm.generate({"prompt_token_ids": [1]}, _params(1))[0].finished
+        assert {path: path.stat().st_ino for path in run.rglob("*")} == before
+    finally:
+        shutil.rmtree(run)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -5,7 +5,9 @@ The authenticator starts before the socket is bound; while nobody answers libzmq
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,6 +47,15 @@ class BoundSocket:
             self._release()
             raise
         self.address = endpoint_of(self.socket)
+
+    def repair(self) -> None:
+        """Bind again where the file of an ipc socket was removed; cheap, to be called now and then.
+
+        The lost socket stays open beside the new one: whoever is connected through it goes on undisturbed.
+        """
+        if self.address.startswith("ipc:") and not os.path.lexists(self.address.removeprefix("ipc://")):
+            with contextlib.suppress(zmq.ZMQError):  # the supervisor has yet to make the folder again
+                self.socket.bind(self.address)
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         self.socket.close(linger_ms)

@@ -54,6 +54,8 @@ class InputPump(IoThread):
         ConfigError, ResourceError, StartError: the address cannot be bound.
     """
 
+    tick_seconds = 1.0
+
     def __init__(
         self,
         address: str,
@@ -71,6 +73,9 @@ class InputPump(IoThread):
         self._admit = admit
         self._input_queue = input_queue
         self._complaints = Complaints(logger)
+
+    def _tick(self) -> None:
+        self._bound.repair()
 
     def _release(self) -> None:
         self._bound.close(0)

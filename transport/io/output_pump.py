@@ -156,6 +156,7 @@ class OutputPump(IoThread):
         self._flush()
 
     def _tick(self) -> None:
+        self._bound.repair()
         for client_id, stream in list(self._streams.items()):
             self._heartbeat(client_id, stream.input.inbox.seen, gap=False)
             if stream.leaving:

@@ -257,7 +257,12 @@ class EngineProcess:
         return replace(cause, signal=max(0, -returncode), status=max(-1, returncode), log_tail=tail)
 
     def _bind(self, which: str) -> str:
-        return f"{self._address}:0" if self._address else f"ipc://{self._dir}/engine{self.entry.index}.{which}"
+        return f"{self._address}:0" if self._address else f"ipc://{self._dir}/{socket_name(self.entry.index, which)}"
+
+
+def socket_name(index: int, end: str) -> str:
+    """The file of an engine's ipc socket; its ends are "in" and "out"."""
+    return f"engine{index}.{end}"
 
 
 def _as_error(cause: Cause) -> WavecoreError:

@@ -2,6 +2,11 @@
 
 The lock is an flock held by the supervisor: Linux drops it with the process, whatever ended it, so a free lock
 means a dead supervisor. A second bind to an ipc path silently takes it over, hence a fresh folder for each start.
+
+Nothing is removed that a deployment did not write. The lock file lists its names, before they are made, so the next
+start knows them however this one ends. A folder that the user named may hold other files, keeps its keys for later
+starts, and is looked at by its own next start alone; a fresh one is removed with its keys, and after a kill by any
+other start. While the deployment runs, what a cleaner of old files took is made again.
 """
 
 from __future__ import annotations
@@ -9,56 +14,124 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
+import re
 import stat
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from wavecore.transport.errors import ConfigError, ResourceError
+from wavecore.transport.small_files import write_new
 
 LOCK = "lock"
 PREFIX = "wavecore-"
 MAX_PATH = 80  # an ipc path must stay under 108 bytes with the socket's name behind it
+TOUCH_SECONDS = 3600.0  # cleaners take what nobody touched for days
+_FRESH, _NAMED = "wavecore, fresh", "wavecore, named"  # first line of a lock file
+_HERE = "."  # in its list: the folder itself, which the deployment made
+# What a deployment may write at all: a damaged list can name nothing else.
+_NAMES = re.compile(r"\.|lock|\.?deployment\.json|engine\d+\.(in|out)|keys(/(server|client)\.key|/authorized_clients)?")
+_MAX_LIST = 1 << 20
 
 
 class RuntimeDir:
-    """Create with `RuntimeDir(path)`; `remove` when done.
+    """Create with `RuntimeDir(path, names)`; `remove` when done.
 
     Args:
         path: a folder of the user's choice, or None for a fresh one under $XDG_RUNTIME_DIR or the temp folder;
-            then folders of dead supervisors beside it are removed first.
+            then fresh folders of dead supervisors beside it are removed first.
+        names: what the deployment will write into it.
 
     Raises:
-        ConfigError: the folder is in use, not private, or its path is too long.
+        ConfigError: the folder is in use, not private, has files of these names already, or its path is too long.
         ResourceError: it cannot be made.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, names: Iterable[str] = ()) -> None:
+        self.path = _base() if path is None else Path(path).absolute()
+        self._kind = _FRESH if path is None else _NAMED
+        self._lock = -1
+        self._names: set[str] = set()  # what is removed at the end
+        self._contents: dict[str, bytes] = {}
+        self._touch_at = time.monotonic() + TOUCH_SECONDS
         try:
-            self.path, self._lock, self._fresh = _fresh() if path is None else _given(Path(path).absolute())
-        except OSError as error:
-            raise ResourceError(f"cannot make the runtime directory: {error}; name another with runtime_dir") from error
+            if path is None:
+                _sweep(self.path)
+                self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self.path))
+            elif len(os.fsencode(self.path)) > MAX_PATH:
+                raise ConfigError(f"runtime_dir {path} is longer than {MAX_PATH} bytes, too long for sockets in it")
+            if path is None or not os.path.lexists(self.path):
+                self._names.add(_HERE)
+            self._own(name for name in names if path is None or not name.startswith("keys"))
+        except BaseException as error:
+            self.remove()
+            if not isinstance(error, OSError):
+                raise
+            text = f"cannot make the runtime directory {self.path}: {error}; name another with runtime_dir"
+            raise ResourceError(text) from error
+
+    def keep(self, *names: str) -> None:
+        """`repair` writes these files again as they are now."""
+        self._contents |= {name: (self.path / name).read_bytes() for name in names}
+
+    def repair(self) -> None:
+        """Make again what was removed of the folder, the lock and the files to keep; now and then touch all names.
+
+        Raises:
+            ConfigError: another deployment, or another user, has taken the folder's place.
+            OSError: it cannot be done just now.
+        """
+        if not _is_at(self._lock, self.path / LOCK):
+            lock, _, _ = _take_lock(self.path)
+            os.close(self._lock)
+            self._lock = lock
+            self._names.add(LOCK)
+        self._list_names()
+        for name, data in self._contents.items():
+            if not os.path.lexists(self.path / name):
+                (self.path / name).parent.mkdir(mode=0o700, exist_ok=True)
+                write_new(self.path / name, data)
+        if time.monotonic() >= self._touch_at:
+            self._touch_at += TOUCH_SECONDS
+            for name in self._names | {_HERE}:
+                with contextlib.suppress(OSError):
+                    os.utime(self.path / name, follow_symlinks=False)
 
     def remove(self) -> None:
-        """Delete what a deployment made, then the folder if it is ours or empty; releases the lock last."""
-        if self._lock < 0:
-            return
-        if self._fresh:
-            shutil.rmtree(self.path, ignore_errors=True)
-        else:
-            _clear(self.path)
-            (self.path / LOCK).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
-        os.close(self._lock)
-        self._lock = -1
+        """Delete what this deployment wrote, and the folder if it made that and it is empty; releases the lock last.
+
+        Where another deployment has taken the folder, its files stay.
+        """
+        if _is_at(self._lock, self.path / LOCK) or not os.path.lexists(self.path / LOCK):
+            _delete(self.path, self._names)
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock, self._names = -1, set()
+
+    def _own(self, names: Iterable[str]) -> None:
+        """Take the lock, remove what a dead deployment left, and list what this one will write."""
+        had_lock = os.path.lexists(self.path / LOCK)
+        self._lock, _, before = _take_lock(self.path)
+        self._names |= before & {LOCK, _HERE} if had_lock else {LOCK}
+        _delete(self.path, before - {LOCK, _HERE})
+        for name in names:
+            if os.path.lexists(self.path / name):
+                raise ConfigError(f"{self.path / name} is no file of ours: move it, or name another runtime_dir")
+            self._names.add(name)
+        self._list_names()
+
+    def _list_names(self) -> None:
+        text = "\n".join((self._kind, *sorted(self._names), "")).encode()
+        if os.pread(self._lock, _MAX_LIST, 0) != text:
+            os.pwrite(self._lock, text, 0)
+            os.ftruncate(self._lock, len(text))
 
 
 def is_held(path: Path) -> bool:
     """Whether a living process holds the lock of this runtime directory."""
     try:
-        fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:  # no descriptor left, no permission: who cannot tell must not call it dead
@@ -72,54 +145,65 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def _fresh() -> tuple[Path, int, bool]:
-    base = _base()
-    for old in base.glob(f"{PREFIX}*"):
-        if _is_private(old) and (old / LOCK).exists() and not is_held(old):
-            shutil.rmtree(old, ignore_errors=True)
-    # The name that others may sweep appears only once the lock is held.
-    scratch = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))
-    lock = _take_lock(scratch)
-    path = base / scratch.name.lstrip(".")
-    scratch.rename(path)
-    return path, lock, True
+def _sweep(base: Path) -> None:
+    """Remove what dead deployments left in fresh folders; one that is just being made has no list yet."""
+    for path in list(base.glob(f"{PREFIX}*/{LOCK}")):
+        with contextlib.suppress(OSError, ConfigError):
+            lock, kind, names = _take_lock(path.parent, os.O_RDWR, tries=1)
+            if kind == _FRESH:
+                _delete(path.parent, names)
+            os.close(lock)
 
 
-def _given(path: Path) -> tuple[Path, int, bool]:
-    if len(os.fsencode(path)) > MAX_PATH:
-        raise ConfigError(f"runtime_dir {path} is longer than {MAX_PATH} bytes, too long for an ipc socket in it")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_private(path):
-        raise ConfigError(f"runtime_dir {path} must belong to you and be closed to others: chmod 700 {path}")
-    lock = _take_lock(path)
-    _clear(path)
-    return path, lock, False
+def _take_lock(folder: Path, flags: int = os.O_RDWR | os.O_CREAT, tries: int = 20) -> tuple[int, str, set[str]]:
+    """The lock file's descriptor, locked, and what it says: the kind of folder and the names that a deployment wrote.
+
+    Raises:
+        ConfigError: another process holds it, or the folder or the file is somebody else's.
+    """
+    if flags & os.O_CREAT:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_private(folder):
+        raise ConfigError(f"runtime_dir {folder} must belong to you and be closed to others: chmod 700 {folder}")
+    for _ in range(tries):  # a client that looks whether the lock is held holds it for a moment itself
+        with contextlib.ExitStack() as unless_taken:
+            fd = os.open(folder / LOCK, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+            unless_taken.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+                continue
+            text = os.pread(fd, _MAX_LIST, 0).decode(errors="replace")
+            kind, *names = text.split("\n")
+            if text and kind not in (_FRESH, _NAMED):
+                raise ConfigError(f"{folder / LOCK} is no file of ours: move it, or name another runtime_dir")
+            if _is_at(fd, folder / LOCK):  # else its owner has just removed it
+                unless_taken.pop_all()
+                return fd, kind, {name for name in names if _NAMES.fullmatch(name)}
+    raise ConfigError(f"runtime_dir {folder} is in use by a running deployment; stop it or name another")
 
 
-def _take_lock(path: Path) -> int:
-    fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    for _ in range(20):  # a client that looks whether the lock is held holds it for a moment itself
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError:
-            time.sleep(0.01)
-    os.close(fd)
-    raise ConfigError(f"runtime_dir {path} is in use by a running deployment; stop it or name another")
+def _delete(folder: Path, names: set[str]) -> None:
+    """Delete these names; behind all others the lock, then the folder."""
+    for name in (*sorted(names - {LOCK, _HERE}, reverse=True), *(n for n in (LOCK, _HERE) if n in names)):
+        path = folder / name
+        if not (name.startswith("keys/") and path.parent.is_symlink()):  # that folder is not ours
+            with contextlib.suppress(OSError):
+                (os.rmdir if path.is_dir() else os.unlink)(path)
 
 
-def _clear(path: Path) -> None:
-    """Only names that a deployment makes: a user's own files in a folder of their choice stay."""
-    for name in ("deployment.json", ".deployment.json"):
-        (path / name).unlink(missing_ok=True)
-    for socket in path.glob("engine*"):
-        socket.unlink(missing_ok=True)
-    shutil.rmtree(path / "keys", ignore_errors=True)
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether this open file is the one at that path."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except OSError:
+        return False
 
 
 def _base() -> Path:
     for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()):
-        if base and len(base) <= MAX_PATH // 2 and os.access(base, os.W_OK):
+        if Path(base).is_absolute() and len(os.fsencode(base)) <= MAX_PATH // 2 and os.access(base, os.W_OK):
             return Path(base)
     return Path("/tmp")
 

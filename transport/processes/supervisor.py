@@ -28,10 +28,10 @@ from typing import Self
 
 from wavecore.transport import curve
 from wavecore.transport.addresses import check_interface
-from wavecore.transport.errors import EngineDead, StartError, WavecoreError, as_wavecore_error
+from wavecore.transport.errors import EngineDead, ResourceError, StartError, WavecoreError, as_wavecore_error
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Deployment
-from wavecore.transport.processes.engine_process import EngineProcess, Limits
+from wavecore.transport.processes.engine_process import EngineProcess, Limits, socket_name
 from wavecore.transport.processes.logs import LineWriter
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.runtime_dir import RuntimeDir
@@ -77,6 +77,8 @@ class Supervisor:
         self._owner = os.getpid()
         self._dir: RuntimeDir | None = None
         self._deployment = Deployment("starting", self._owner, (), started=time.time())
+        self._written: object = None  # what was written last, and when: another time means that somebody changed it
+        self._started = self._warned = False
         self._stops: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()  # drain seconds, the signal's name
         self._phases: queue.SimpleQueue[tuple[int, str, float] | None] = queue.SimpleQueue()  # None: started or failed
         self._failure: WavecoreError | None = None
@@ -107,7 +109,11 @@ class Supervisor:
         """
         if self._thread is not None:
             raise StartError("this supervisor was started before; make a new one")
-        self._dir = RuntimeDir(self._where)
+        sockets = [socket_name(index, end) for index in range(len(self._specs)) for end in ("in", "out")]
+        keys = ["keys", *(f"keys/{name}" for name in (*curve.KEY_FILES, curve.ALLOW_LIST))]
+        self._dir = RuntimeDir(
+            self._where, [deployment.FILE, deployment.SCRATCH, *(keys if self._address else sockets)]
+        )
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(self._dir, self._waker), name="supervisor", daemon=True)
         self._thread.start()
@@ -201,37 +207,40 @@ class Supervisor:
 
     # --- the supervisor's thread ------------------------------------------------------------------------------------
 
-    def _run(self, runtime_dir: RuntimeDir, waker: Waker) -> None:
+    def _run(self, folder: RuntimeDir, waker: Waker) -> None:
         output = LineWriter(lambda: sys.stderr)
         with selectors.DefaultSelector() as selector:
             selector.register(waker.fd, selectors.EVENT_READ, waker.clear)
             children: list[EngineProcess] = []
             try:
-                children = self._make(runtime_dir.path, selector, output)
-                self._loop(runtime_dir.path, selector, children)
+                children = self._make(folder, selector, output)
+                self._loop(folder, selector, children)
             except Exception as error:  # ours or the machine's: no process may stay, and start() must hear of it
                 self._failure = self._failure or as_wavecore_error(error)
-                if self._failure is not error:
-                    logger.exception("the supervisor failed, and its engines end with it")
+                if self._started or self._failure is not error:
+                    known = self._failure is error
+                    logger.error("the supervisor ends, and its engines with it: %s", error, exc_info=not known)
             finally:
                 for child in children:
                     child.destroy()
-                runtime_dir.remove()
+                folder.remove()
                 waker.close()
                 self._deployment = replace(self._deployment, state="stopped")
                 self._over.set()
                 self._phases.put(None)
                 output.close()
 
-    def _make(self, path: Path, selector: selectors.BaseSelector, output: LineWriter) -> list[EngineProcess]:
+    def _make(self, folder: RuntimeDir, selector: selectors.BaseSelector, output: LineWriter) -> list[EngineProcess]:
+        server_key = ""
         if self._address:
             check_interface(self._address)
-        server_key = curve.create_keys(path / "keys") if self._address else ""
+            server_key = curve.create_keys(folder.path / "keys")
+            folder.keep(*(f"keys/{name}" for name in curve.KEY_FILES))
         return [
             EngineProcess(
                 index,
                 spec,
-                runtime_dir=path,
+                runtime_dir=folder.path,
                 address=self._address,
                 server_key=server_key,
                 limits=self._limits,
@@ -242,17 +251,16 @@ class Supervisor:
             for index, spec in enumerate(self._specs)
         ]
 
-    def _loop(self, path: Path, selector: selectors.BaseSelector, children: list[EngineProcess]) -> None:
-        started = False
+    def _loop(self, folder: RuntimeDir, selector: selectors.BaseSelector, children: list[EngineProcess]) -> None:
         for child in children:
             child.spawn()
         next_tick = time.monotonic() + TICK_SECONDS
         while any(c.entry.state != "stopped" for c in children):
-            self._publish(path, children)
-            if not started and self._deployment.state == "ready":
-                started = True
+            self._publish(folder, children)
+            if not self._started and self._deployment.state == "ready":
+                self._started = True
                 self._phases.put(None)
-            if self._is_down(children) and not started:
+            if self._is_down(children) and not self._started:
                 return
             for key, _ in selector.select(max(0.0, next_tick - time.monotonic())):
                 key.data()
@@ -266,8 +274,8 @@ class Supervisor:
                 next_tick = time.monotonic() + TICK_SECONDS
                 for child in children:
                     child.tick()
-        self._publish(path, children)
-        if not started:
+        self._publish(folder, children)
+        if not self._started:
             self._failure = StartError("stopped before every engine was ready")
 
     def _is_down(self, children: list[EngineProcess]) -> bool:
@@ -281,15 +289,24 @@ class Supervisor:
             self._over.set()
         return failure is not None
 
-    def _publish(self, path: Path, children: list[EngineProcess]) -> None:
+    def _publish(self, folder: RuntimeDir, children: list[EngineProcess]) -> None:
+        """Bring `deployment.json` up to date, and everything around it that somebody removed."""
         engines = tuple(c.entry for c in children)
-        if engines == self._deployment.engines:
-            return
-        resolved = next((c.resolved for c in children if c.resolved), {})
-        self._deployment = replace(
-            self._deployment, state=deployment.overall(engines), engines=engines, resolved=resolved
-        )
+        if engines != self._deployment.engines:
+            resolved = next((c.resolved for c in children if c.resolved), {})
+            self._deployment = replace(
+                self._deployment, state=deployment.overall(engines), engines=engines, resolved=resolved
+            )
+        file = folder.path / deployment.FILE
         try:
-            deployment.write(path, self._deployment)
-        except OSError as error:  # a full disk is no reason to stop serving
-            logger.warning("cannot write %s: %s; clients cannot attach until this works again", path, error)
+            folder.repair()
+            if self._written != (self._deployment, file.exists() and file.stat().st_mtime_ns):
+                deployment.write(folder.path, self._deployment)
+                self._written = self._deployment, file.stat().st_mtime_ns
+            self._warned = False
+        except OSError as error:
+            if not self._started:
+                raise ResourceError(f"cannot write {file}: {error}; make room, or name another runtime_dir") from error
+            if not self._warned:  # a full disk is no reason to stop serving; the next tick tries again
+                logger.warning("cannot write %s: %s; clients cannot attach until this works again", file, error)
+            self._warned = True

@@ -73,7 +73,7 @@ def test_a_hostile_file_is_refused_by_name(folder: Path, text: str | bytes) -> N
     assert why_dead(folder, 0, bytes(16)) is not None
 
 
-@pytest.mark.parametrize("what", ["a FIFO", "a device", "a link to nothing", "a link in a circle"])
+@pytest.mark.parametrize("what", ["a folder", "a FIFO", "a device", "a link to nothing", "a link in a circle"])
 def test_what_is_no_file_is_refused_and_never_waited_for(folder: Path, what: str) -> None:
     path = folder / deployment.FILE
     if what == "a folder":

@@ -1,4 +1,4 @@
-"""The small parts of supervision, without processes: back-off, why a process ended, lines, the lock, the log writer."""
+"""The small parts of supervision, without processes: back-off, why a process ended, lines, the log writer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import io
 import math
 import os
 import re
-import shutil
 import threading
-from pathlib import Path
 
 import pytest
 
-from wavecore.transport.processes import runtime_dir
 from wavecore.transport.processes.engine_process import Backoff
 from wavecore.transport.processes.logs import LineWriter
 from wavecore.transport.processes.process import ChildSpec, LineReader, explain_end, oom_kills
-from wavecore.transport.processes.runtime_dir import RuntimeDir
 from wavecore.transport.processes.stall import TICK_SECONDS, ProgressPage, StallWatch
 
 
@@ -92,31 +88,6 @@ def test_a_line_without_an_end_is_cut() -> None:
     os.close(read)
     os.close(write)
     assert sum(map(len, got)) > 1 << 20
-
-
-def test_only_folders_of_dead_supervisors_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = Path("/tmp") / f"wc-test-{os.getpid()}"
-    short.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
-    try:
-        stale = short / f"{runtime_dir.PREFIX}stale"
-        stale.mkdir(mode=0o700)
-        (stale / runtime_dir.LOCK).touch()
-        foreign = short / f"{runtime_dir.PREFIX}foreign"
-        foreign.mkdir(mode=0o755)
-        first = RuntimeDir(None)
-        second = RuntimeDir(None)
-        assert not stale.exists()
-        assert foreign.exists()
-        assert first.path.exists()
-        assert runtime_dir.is_held(first.path)
-        first.remove()
-        second.remove()
-        assert not first.path.exists()
-        first.remove()  # again is no error
-        assert [p.name for p in short.iterdir()] == [foreign.name]
-    finally:
-        shutil.rmtree(short)
 
 
 def test_a_blocked_log_drops_lines_and_says_how_many() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 from tests.support.waiting import until
 
 from wavecore.transport.errors import ConfigError, EngineDead, ModelError, ResourceError, StartError
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Deployment, why_dead
 from wavecore.transport.processes.process import Child, ChildSpec
+from wavecore.transport.processes.runtime_dir import RuntimeDir, is_held
 from wavecore.transport.processes.supervisor import Limits, Supervisor
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_restarts")
@@ -184,6 +187,64 @@ def test_a_runtime_dir_serves_one_deployment(tmp_path: Path) -> None:
     where.chmod(0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
         Supervisor([spec("serve")], runtime_dir=str(where), limits=LIMITS).start()
+
+
+def test_keys_and_allow_list_of_a_named_runtime_dir_survive_its_deployment(tmp_path: Path) -> None:
+    where, keys = tmp_path / "run", set()
+    for _ in range(2):
+        with Supervisor(
+            [spec("serve")], runtime_dir=str(where), address="tcp://127.0.0.1", limits=LIMITS
+        ) as supervisor:
+            supervisor.start()
+            keys.add(supervisor.deployment().engines[0].server_key)
+            (where / "keys" / "authorized_clients" / "friend.pub").write_bytes(zmq.curve_keypair()[0])
+    assert len(keys) == 1
+    assert sorted(p.name for p in where.rglob("*.*")) == ["client.key", "friend.pub", "server.key"]
+
+
+@pytest.mark.parametrize("what", ["deployment.json", "lock", "keys", "all of it", "damaged"])
+def test_what_a_cleaner_took_is_back_within_a_tick(what: str) -> None:
+    with Supervisor([spec("serve")], address="tcp://127.0.0.1", limits=LIMITS) as supervisor:
+        path = supervisor.start()
+        before, key = deployment.read(path), (path / "keys" / "client.key").read_bytes()
+        if what == "damaged":
+            (path / deployment.FILE).write_text("null")
+        elif what == "all of it":
+            shutil.rmtree(path)
+        elif what == "keys":
+            shutil.rmtree(path / "keys")
+        else:
+            (path / what).unlink()
+        until(lambda: is_held(path) and (path / "keys" / "client.key").exists() and is_readable(path))
+        assert deployment.read(path) == before
+        assert (path / "keys" / "client.key").read_bytes() == key
+    assert not path.exists()
+
+
+def is_readable(path: Path) -> bool:
+    try:
+        return deployment.read(path).state == "ready"
+    except StartError:
+        return False
+
+
+def test_of_two_deployments_in_one_folder_the_first_ends_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody removes the folder under a deployment, and a second one takes its place before the first has seen it."""
+    where = tmp_path / "run"
+    second = RuntimeDir(str(tmp_path / "second"), [deployment.FILE])
+    (second.path / deployment.FILE).write_text("the second's")
+    with Supervisor([spec("serve")], runtime_dir=str(where), limits=LIMITS) as first:
+        first.start()
+        where.rename(tmp_path / "removed")
+        second.path = second.path.rename(where)
+        with pytest.raises(ConfigError, match="in use by a running deployment"):
+            first.wait()
+        assert "the supervisor ends, and its engines with it" in caplog.text
+        until(lambda: not _alive(first.deployment().engines[0].pid))
+    assert (where / deployment.FILE).read_text() == "the second's"
+    second.remove()
 
 
 PARENT = """

@@ -271,8 +271,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.reader:
         return _read(args.reader)
-    # A run breaks the engine more often in a minute than the back-off forgives in ten.
-    engine_process.MAX_DEATHS, engine_process.MAX_DELAY = 1 << 30, 1.0
+    engine_process.MAX_DELAY = 1.0  # a run breaks the engine many times in a minute
     fds, children = _open_fds(), set(psutil.Process().children(recursive=True))
     with tempfile.NamedTemporaryFile("w", suffix=".json") as script:
         json.dump(SCRIPT, script)

@@ -97,6 +97,10 @@ class Deployed:
         """The next life of the engine has no faults."""
         self._script.write_text(json.dumps(SCRIPT))
 
+    def damage(self) -> None:
+        """No further life of the engine gets ready."""
+        self._script.write_text("no script")
+
     @property
     def engine(self) -> EngineEntry:
         return self.supervisor.deployment().engines[0]

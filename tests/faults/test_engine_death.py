@@ -13,6 +13,7 @@ from tests.support.waiting import until
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
 from wavecore.transport.errors import EngineDead
+from wavecore.transport.processes import engine_process
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,28 @@ def test_engine_killed_twice(deploy: Any) -> None:
         assert "signal 9" in str(stream.error)
         assert stream.tokens == []
         deployed.heal()
+
+
+def test_engine_that_cannot_be_started_again(deploy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine died, and fails in five starts in a row (the model's files are gone, the GPU is lost).
+
+    It stays down: every request and call fails with the cause, and `wavecore engine` ends with status 5. A new start
+    gets it going again: of `wavecore engine`, or of a new `LLM`.
+    """
+    monkeypatch.setattr(engine_process, "MAX_FAILED_STARTS", 2)
+    with deploy({"step_seconds": 0.02}) as deployed:
+        waiting = deployed.stream(1, 3000)
+        assert waiting.first.wait(30)
+        deployed.damage()
+        os.kill(deployed.engine.pid, signal.SIGKILL)
+        assert "signal 9" in str(waiting.error)
+        assert isinstance(deployed.stream(2, 10).error, EngineDead)
+        with pytest.raises(EngineDead, match=r"every engine stays down.*script\.json") as caught:
+            deployed.supervisor.wait()
+        assert caught.value.exit_code == 5
+        assert (deployed.engine.state, deployed.engine.restarts) == ("failed", 2)
+        with pytest.raises(EngineDead, match=r"script\.json"):
+            LLM.connect(deployed.runtime_dir)
 
 
 def test_pending_calls_fail_with_the_engine(deploy: Any) -> None:

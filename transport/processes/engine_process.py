@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import selectors
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +20,8 @@ from wavecore.transport.processes.process import Child, ChildSpec, LineReader, e
 from wavecore.transport.processes.stall import StallWatch
 from wavecore.transport.wire.checks import ON_WIRE, table
 
-WINDOW_SECONDS = 600.0
-MAX_DEATHS = 5
+FORGIVE_SECONDS = 600.0
+MAX_FAILED_STARTS = 5
 MAX_DELAY = 60.0
 _LAST_READS = 64
 
@@ -48,23 +48,23 @@ class Limits:
 
 
 class Backoff:
-    """Delays 1, 2, 4 ... 60 s; MAX_DEATHS deaths within WINDOW_SECONDS mean that the child stays down."""
+    """Delays 1, 2, 4 ... 60 s between the lives of a child, and from 1 s again after a life of FORGIVE_SECONDS.
+
+    A child that was ready is started again however often it ends: requests may be to blame, and each of them has few
+    tries. One that fails in MAX_FAILED_STARTS starts in a row stays down.
+    """
 
     def __init__(self) -> None:
-        self._deaths: deque[float] = deque()
-        self._streak = 0
+        self._last_end, self._delay, self._failed_starts = -math.inf, 1.0, 0
 
-    def died(self, now: float) -> float | None:
-        """Record a death at `now` (monotonic seconds); the delay before the next start, None for never."""
-        if not self._deaths or now - self._deaths[-1] > WINDOW_SECONDS:
-            self._streak = 0
-        self._deaths.append(now)
-        while now - self._deaths[0] > WINDOW_SECONDS:
-            self._deaths.popleft()
-        if len(self._deaths) >= MAX_DEATHS:
+    def ended(self, now: float, was_ready: bool) -> float | None:
+        """A life ended at `now` (monotonic seconds); the delay before the next start, None for never."""
+        self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
             return None
-        delay = min(MAX_DELAY, 2.0**self._streak)
-        self._streak += 1
+        delay = 1.0 if now - self._last_end > FORGIVE_SECONDS else self._delay
+        delay = min(delay, MAX_DELAY)
+        self._last_end, self._delay = now, 2.0 * delay
         return delay
 
 
@@ -210,8 +210,9 @@ class EngineProcess:
             self.entry = replace(self.entry, state="failed", cause=cause)
             self.failure = _as_error(cause)
             return
-        delay = self._backoff.died(time.monotonic())
-        then = "stays down" if delay is None else f"is started again in {delay:g} s"
+        delay = self._backoff.ended(time.monotonic(), was_ready=self._phase == "serve")
+        down = f"stays down after {MAX_FAILED_STARTS} failed starts in a row"
+        then = down if delay is None else f"is started again in {delay:g} s"
         logger.error("%s ended and %s: %s", self._spec.name, then, cause.message)
         self.entry = replace(self.entry, state="failed" if delay is None else "waiting", cause=cause)
         if self._reported is not None and cause.phase == "bind":  # its port was taken meanwhile: take a new one

@@ -16,15 +16,24 @@ from wavecore.transport.processes.process import ChildSpec, LineReader, explain_
 from wavecore.transport.processes.stall import TICK_SECONDS, ProgressPage, StallWatch
 
 
-def test_back_off_doubles_and_gives_up_after_five_deaths_in_ten_minutes() -> None:
+def test_back_off_doubles_to_a_minute_and_never_gives_up_a_child_that_was_ready() -> None:
     backoff = Backoff()
-    assert [backoff.died(now) for now in (0, 10, 20, 30, 40)] == [1, 2, 4, 8, None]
+    delays = [backoff.ended(1.5 * i, was_ready=True) for i in range(2000)]
+    assert delays == [1, 2, 4, 8, 16, 32] + [60] * 1994
 
 
-def test_back_off_of_slow_starts_grows_to_a_minute_and_is_forgotten_after_a_long_life() -> None:
+def test_back_off_is_forgotten_after_a_long_life() -> None:
     backoff = Backoff()
-    assert [backoff.died(180.0 * i) for i in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert backoff.died(10_000) == 1
+    assert [backoff.ended(180.0 * i, was_ready=True) for i in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert backoff.ended(10_000, was_ready=True) == 1
+
+
+def test_five_failed_starts_in_a_row_are_the_last() -> None:
+    backoff = Backoff()
+    assert backoff.ended(0, was_ready=True) == 1
+    assert [backoff.ended(60.0 * i, was_ready=False) for i in range(1, 5)] == [2, 4, 8, 16]
+    assert backoff.ended(300, was_ready=True) == 32  # a start that works forgives those that failed
+    assert [backoff.ended(300 + 900.0 * i, was_ready=False) for i in range(1, 6)] == [1, 1, 1, 1, None]
 
 
 @pytest.mark.parametrize(

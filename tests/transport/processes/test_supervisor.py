@@ -111,14 +111,21 @@ def test_what_the_child_started_ends_with_it() -> None:
         until(lambda: not _alive(resolved["grandchild"]))
 
 
-def test_five_deaths_in_ten_minutes_stay_down() -> None:
-    with started("die") as supervisor:
+def test_five_failed_starts_in_a_row_stay_down(tmp_path: Path) -> None:
+    with started("serve", once=str(tmp_path / "once"), later="die in load") as supervisor:
+        os.kill(supervisor.deployment().engines[0].pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match=r"stays down.*signal 9") as caught:
             supervisor.wait()
         assert caught.value.exit_code == 5
         assert supervisor.runtime_dir is not None
         found = deployment.read(supervisor.runtime_dir).engines[0]
-        assert (found.state, found.restarts) == ("failed", 4)
+        assert (found.state, found.restarts) == ("failed", 5)
+
+
+def test_a_child_that_was_ready_is_started_again_however_often_it_dies() -> None:
+    with started("die") as supervisor:
+        until(lambda: supervisor.deployment().engines[0].restarts > 8)
+        assert supervisor.deployment().engines[0].state != "failed"
 
 
 def test_status_lines_that_are_none_are_skipped() -> None:

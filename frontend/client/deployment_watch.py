@@ -7,6 +7,7 @@ be. A client whose engines are all up reads no file.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from wavecore.transport.processes.deployment import Deployment, EngineEntry
 LOOK_SECONDS = 0.25
 BROKEN_LOOK_SECONDS = 0.01  # the supervisor tells within milliseconds why an engine died
 UNREACHABLE_SECONDS = 10.0
+GONE_SECONDS = 0.75  # more than a tick of the supervisor
 OVER = ("stopped", "failed")  # states in which an engine stays
 
 
@@ -45,15 +47,17 @@ class DeploymentWatch:
         self._runtime_dir, self._engines, self._pump, self._timer = runtime_dir, engines, pump, timer
         self._on_down, self._on_lost = on_down, on_lost
         self._addresses: dict[int, tuple[str, str]] = {}  # where each engine is connected
+        self._missing_since = 0.0  # monotonic time; 0 while the file is there
         self._planned: object | None = None  # stands for the next look; one that comes earlier takes its place
         self._lock = threading.Lock()  # one look at a time
 
     def can_recover(self) -> bool:
         """Whether an engine is up, starting, or to be started again, and will take requests of this client."""
         try:
-            return self._can_recover(self._read())
+            found = self._read()
         except StartError:  # stopped
             return False
+        return found is None or self._can_recover(found)
 
     def look(self) -> None:
         """Look now, and again later while an engine may yet come up. Never under the client's lock."""
@@ -76,21 +80,35 @@ class DeploymentWatch:
         if planned is self._planned:
             self.look()
 
-    def _read(self) -> Deployment:
-        """The file, as far as it speaks of the engines that were there when this client was made."""
-        found = deployment.read(self._runtime_dir)
+    def _read(self) -> Deployment | None:
+        """The file, as far as it speaks of the engines that were there when this client was made.
+
+        None while a missing file may be a cleaner's work, which the supervisor undoes in its next tick.
+
+        Raises:
+            StartError: it is missing for longer: the deployment was stopped.
+        """
+        try:
+            found = deployment.read(self._runtime_dir)
+        except StartError:
+            self._missing_since = self._missing_since or time.monotonic()
+            if time.monotonic() - self._missing_since > GONE_SECONDS:
+                raise
+            return None
+        self._missing_since = 0.0
         return replace(found, engines=tuple(entry for entry in found.engines if entry.index in self._engines))
 
     def _look(self) -> bool:
         """Returns whether an engine that is not up may come up."""
-        for engine in self._engines.values():
-            if engine.state is EngineState.BROKEN:
-                self._find_cause(engine, engine.epoch)
         try:
             found = self._read()
         except StartError as stopped:
+            self._find_causes()
             self._on_lost(stopped)
             return False
+        if found is None:
+            return True
+        self._find_causes()
         if not self._can_recover(found):
             causes = [entry.cause.message for entry in found.engines if entry.cause]
             self._on_lost(EngineDead(causes[0] if causes else f"the deployment in {self._runtime_dir} is over"))
@@ -103,15 +121,17 @@ class DeploymentWatch:
         coming = [self._engines[entry.index] for entry in found.engines if entry.state not in OVER]
         return any(engine.state is not EngineState.UP for engine in coming)
 
-    def _find_cause(self, engine: RemoteEngine, epoch: bytes) -> None:
-        """Why a connection broke: the engine is dead by deployment.json, or out of reach for too long."""
-        cause = deployment.why_dead(self._runtime_dir, engine.index, epoch)
-        if cause is not None:
-            self._on_down(engine, epoch, EngineDead(cause.message), EngineState.DOWN)
-        elif engine.broken_for > UNREACHABLE_SECONDS:
-            reason = f"out of reach for {engine.broken_for:.0f} s ({engine.broken_by}); is its machine reachable?"
-            error = EngineDead(f"engine {engine.index} has been {reason}")
-            self._on_down(engine, epoch, error, EngineState.UNREACHABLE)
+    def _find_causes(self) -> None:
+        """Why connections broke: the engine is dead by deployment.json, or out of reach for too long."""
+        for engine in [engine for engine in self._engines.values() if engine.state is EngineState.BROKEN]:
+            epoch = engine.epoch
+            cause = deployment.why_dead(self._runtime_dir, engine.index, epoch)
+            if cause is not None:
+                self._on_down(engine, epoch, EngineDead(cause.message), EngineState.DOWN)
+            elif engine.broken_for > UNREACHABLE_SECONDS:
+                reason = f"out of reach for {engine.broken_for:.0f} s ({engine.broken_by}); is its machine reachable?"
+                error = EngineDead(f"engine {engine.index} has been {reason}")
+                self._on_down(engine, epoch, error, EngineState.UNREACHABLE)
 
     def _can_recover(self, found: Deployment) -> bool:
         return found.state not in ("dead", "stopped") and any(

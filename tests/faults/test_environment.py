@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from wavecore.frontend.llm import LLM
 from wavecore.transport.errors import ResourceError
 from wavecore.transport.io.connection import Disconnected, Reconnected
 from wavecore.transport.processes import deployment
-from wavecore.transport.processes.runtime_dir import is_held
+from wavecore.transport.processes.runtime_dir import RuntimeDir, is_held
 
 CHATTY = """
 import os, sys
@@ -185,6 +186,34 @@ def test_files_that_a_cleaner_takes(deploy: Any, tmp_path: Path, address: str | 
                 deployed.stream(2, llm=other, max_tokens=5).check_finished()
         stream.check_finished()
         assert deployed.engine == before
+
+
+def test_engine_that_dies_while_its_files_are_gone(deploy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole runtime directory is removed, and the engine dies at that very moment.
+
+    Nobody takes it for a deployment that was stopped: streams end with the true cause, and requests without a token go
+    to the restarted engine, at the same address.
+    """
+    with deploy({"step_seconds": 0.02}, max_num_seqs=1) as deployed:
+        before = deployed.engine
+        running = deployed.stream(1, 1000)
+        assert running.first.wait(30)
+        waiting = deployed.stream(2, 10)
+        until(lambda: deployed.call("stats")["waiting"] == 1)
+        watch, repair = deployed.llm._service.client._watch, RuntimeDir.repair
+
+        def late(folder: RuntimeDir) -> None:
+            if not watch._missing_since:
+                raise OSError("the client looks first")
+            repair(folder)
+
+        monkeypatch.setattr(RuntimeDir, "repair", late)
+        os.kill(before.pid, signal.SIGSTOP)  # it cannot bind again
+        shutil.rmtree(deployed.runtime_dir)
+        os.kill(before.pid, signal.SIGKILL)
+        assert "signal 9" in str(running.error)
+        waiting.check_finished()
+        assert deployed.recovered(before.epoch).input == before.input
 
 
 def test_clock_jumps(deploy: Any) -> None:

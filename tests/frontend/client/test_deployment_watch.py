@@ -10,6 +10,7 @@ import pytest
 from tests.frontend.client.fake_engine import World
 from tests.support.waiting import until
 
+from wavecore.frontend.client import deployment_watch
 from wavecore.frontend.client.client import EngineClient
 from wavecore.transport.curve import create_keys
 from wavecore.transport.errors import ConfigError, StartError
@@ -60,3 +61,28 @@ def test_an_address_that_cannot_be_used_now_is_tried_again(world: World, tmp_pat
 def test_an_address_that_can_never_be_used_fails_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"client\.key: No such file"):
         World(monkeypatch, server_key="x" * 40)
+
+
+def test_a_file_that_is_missing_for_a_moment_is_not_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = True
+
+    def read(runtime_dir: Path) -> deployment.Deployment:
+        if missing:
+            raise StartError("no deployment: it has been stopped")
+        return world.deployment.value
+
+    monkeypatch.setattr(world.deployment, "read", read)
+    monkeypatch.setattr(deployment_watch, "GONE_SECONDS", 60.0)
+    mailbox = world.submit()
+    world.kill(0)
+    assert world.notifier.wait(0.1) is None  # nothing is known of its end yet
+    assert world.client.can_recover()
+    missing = False
+    until(lambda: not world.client.engines and world.client._engines[0].error, "the end of the engine")
+    world.pump.new_life(0)
+    assert len(world.pump.adds()) == 2  # without a token, so it was sent again
+    missing = True
+    monkeypatch.setattr(deployment_watch, "GONE_SECONDS", 0.05)
+    world.kill(0)
+    assert world.notifier.wait(30) is mailbox
+    until(lambda: not world.client.can_recover())

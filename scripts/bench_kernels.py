@@ -23,10 +23,28 @@ from torch import Tensor
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers
 from wavecore.kernels.examples import make_batch, rope_table, sampling_rows, step_rows, tables
+from wavecore.parallel.layers import linear
 
 BLOCK_SIZE = 64
 Call = Callable[[], object]
 SHAPES = {"0.6B": (16, 8, 128), "8B": (32, 8, 128), "135M": (9, 3, 64)}  # query heads, kv heads, head_dim
+WEIGHTS = {  # width of the result, and of the input
+    "0.6B": {
+        "qkv": (4096, 1024),
+        "o": (1024, 2048),
+        "gate | up": (6144, 1024),
+        "down": (1024, 3072),
+        "LM head": (151_936, 1024),
+    },
+    "8B": {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "gate | up": (28_672, 4096),
+        "down": (4096, 14_336),
+        "LM head": (128_256, 4096),
+    },
+}
+ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192)
 DECODES = {
     "1 x 1k": [1024],
     "1 x 32k": [32768],
@@ -117,6 +135,20 @@ def prefill() -> None:
         report(f"prefill attention {model} {name}", calls, products=4.0 * pairs * heads * dim)
 
 
+def products() -> None:
+    """The matrix products of a layer, and the LM head, each over weights that come from memory."""
+    for model, weights in WEIGHTS.items():
+        for (name, (out, inner)), rows in itertools.product(weights.items(), ROWS):
+            if name == "LM head" and rows > 1024:
+                continue  # as many as an engine has requests
+            copies = [randn(out, inner) for _ in range(max(2, -(-(200 << 20) // (2 * out * inner))))]
+            x = randn(rows, inner)
+            moved = 2.0 * (out * inner + rows * (out + inner))
+            calls = [partial(linear, x, weight) for weight in copies]
+            report(f"{name} {model} {rows} rows", calls, moved=moved, products=2.0 * rows * out * inner)
+            torch.cuda.empty_cache()
+
+
 def norms() -> None:
     for tokens, hidden in ((1, 4096), (256, 1024), (256, 4096), (8192, 4096)):
         n = 20 if tokens < 8192 else 4
@@ -194,7 +226,8 @@ def sampling() -> None:
 
 
 GROUPS = {
-    f.__name__: f for f in (ceilings, decode, prefill, norms, activations, kv_writes, copies, preparation, sampling)
+    f.__name__: f
+    for f in (ceilings, decode, prefill, products, norms, activations, kv_writes, copies, preparation, sampling)
 }
 
 

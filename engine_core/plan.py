@@ -81,7 +81,9 @@ class StepPlan:
         copies: int32 [n, 2] of (source block, destination block) on the device.
         table: int32 [n, 3] of (slot, index, block id): what changes in the block table.
         after: copies and rows run behind the transfers of all plans up to this earlier step id; -1 behind none.
+        captures: no rows; a part of steps without a CUDA graph gets one. No other step is in flight.
         num_tokens: of all rows.
+        is_dummy: all rows have slot -1: the step runs in the kernels of any other of its size, and changes nothing.
     """
 
     step_id: int
@@ -95,6 +97,7 @@ class StepPlan:
     copies: I32 = field(default_factory=_no_pairs)
     table: I32 = field(default_factory=lambda: int_table((), 3))
     after: int = -1
+    captures: bool = False
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,6 +106,10 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         return len(self.slots)
+
+    @property
+    def is_dummy(self) -> bool:
+        return self.num_rows > 0 and self.slots[0] < 0
 
     @property
     def ends(self) -> I32:
@@ -190,6 +197,9 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step; return without waiting for the device."""
+
+    def wants_capture(self, uses: int) -> bool:
+        """Some part of steps has no CUDA graph, could have one, and ran so often: a plan may say `captures`."""
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes by use: weights_bytes, kv_cache_bytes, ..."""

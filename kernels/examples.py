@@ -82,7 +82,8 @@ def rope_table(positions: int, rot_dim: int, device: torch.device | str, base: f
 
 
 def sampling_rows(rows: int, vocab: int, device: torch.device | str, **columns: Tensor) -> SamplingRows:
-    """Greedy rows without any option at position 4 of slots 0 .. rows - 1; `columns` replaces fields."""
+    """Greedy rows without any option at position 4 of slots 0 .. rows - 1, and room for what is drawn; `columns`
+    replaces fields."""
 
     def full(value: float, dtype: torch.dtype = torch.int32, shape: tuple[int, ...] = (rows,)) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
@@ -102,6 +103,7 @@ def sampling_rows(rows: int, vocab: int, device: torch.device | str, **columns: 
         **{name: full(0.0, f32) for name in ("temperature", "min_p", "presence_penalty", "frequency_penalty")},
         **{name: full(0, shape=(rows, 2)) for name in ("bias_range", "word_range")},
         **{name: full(0, shape=(1,)) for name in ("bias_ids", "bias_until", "word_start", "word_tokens")},
+        **{name: full(0, shape=(len(columns.get("slots", range(rows))),)) for name in ("tokens", "faults")},
     }
     return SamplingRows(**fields | columns)
 
@@ -118,9 +120,20 @@ def _prepare(like: Tensor) -> Args:
     return rows, token_table, block_table, 4, BatchBuffers.allocate(8, 4, block_table.shape[1], like.device)
 
 
+def _changes(like: Tensor) -> Args:
+    """Two changes; a third one does not count."""
+    changes = torch.tensor([2, 0, 3, 7, 2, 1, 8, 1, 1, 9], dtype=torch.int32, device=like.device)
+    return torch.zeros((3, 5), dtype=torch.int32, device=like.device), changes
+
+
 def _norm(like: Tensor) -> Args:
     x, residual = _randn((3, 96), like), _randn((3, 96), like)
     return x, residual, _randn((96,), like), 1e-5, 1.0
+
+
+def _gather_norm(like: Tensor) -> Args:
+    index = torch.tensor([2, 0], device=like.device)
+    return *_norm(like)[:2], index, *_norm(like)[2:], torch.zeros((2, 96), dtype=like.dtype, device=like.device)
 
 
 def _rope(like: Tensor) -> Args:
@@ -181,8 +194,10 @@ def _randn(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 EXAMPLES: dict[str, Callable[[Tensor], Args]] = {
+    "update_block_table": _changes,
     "prepare_batch": _prepare,
     "add_rms_norm": _norm,
+    "gather_add_rms_norm": _gather_norm,
     "qk_norm_rope_kv_write": _rope,
     "paged_attention": _attention,
     "silu_mul": _gate_up,

@@ -18,21 +18,48 @@ def add_rms_norm(
     normed = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     if tokens:
-        block = triton.next_power_of_2(hidden)
-        _add_rms_norm[(tokens,)](
-            x,
-            residual if residual is not None else x,
-            weight,
-            normed,
-            total,
-            hidden,
-            eps,
-            weight_offset,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
-        )
+        added = x if residual is None else residual
+        _launch(x, added, weight, normed, total, None, eps, weight_offset, residual is not None)
     return normed, total
+
+
+def gather_add_rms_norm(
+    x: Tensor, residual: Tensor, index: Tensor, weight: Tensor, eps: float, weight_offset: float, out: Tensor
+) -> None:
+    """See `reference.layers.gather_add_rms_norm`; x, residual and out are contiguous."""
+    assert x.is_contiguous() and residual.is_contiguous() and out.is_contiguous() and residual.shape == x.shape
+    assert out.shape == (len(index), x.shape[1]) and weight.shape == x.shape[1:]
+    if len(index):
+        _launch(x, residual, weight, out, None, index, eps, weight_offset, True)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    normed: Tensor,
+    total: Tensor | None,
+    index: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    has_residual: bool,
+) -> None:
+    rows, hidden = normed.shape
+    block = triton.next_power_of_2(hidden)
+    _add_rms_norm[(rows,)](
+        x,
+        residual,
+        weight,
+        normed,
+        total,
+        index,
+        hidden,
+        eps,
+        weight_offset,
+        HAS_RESIDUAL=has_residual,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
 
 
 @triton.jit
@@ -42,22 +69,31 @@ def _add_rms_norm(
     weight_ptr,
     normed_ptr,
     total_ptr,
+    index_ptr,
     hidden,
     eps,
     weight_offset,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program (token) handles the whole vector; d [BLOCK] are its places, `hidden` of them real."""
-    base = tl.program_id(0).to(tl.int64) * hidden
+    """A program (row of the result) handles the whole vector of the token that `index` names, without it of token row.
+
+    d [BLOCK]   places in the vector, `hidden` of them real
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = row
+    if index_ptr is not None:
+        token = tl.load(index_ptr + row)
+    base = token * hidden
     d = tl.arange(0, BLOCK)
     inside = d < hidden
     x = tl.load(x_ptr + base + d, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + base + d, mask=inside, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(total_ptr + base + d, x, mask=inside)
+        if total_ptr is not None:
+            tl.store(total_ptr + base + d, x, mask=inside)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / hidden + eps)
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32) + weight_offset
-    tl.store(normed_ptr + base + d, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=inside)
+    tl.store(normed_ptr + row * hidden + d, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=inside)

@@ -56,7 +56,9 @@ class Operation(Generic[P, R]):
 
 
 prepare_batch = Operation(layers.prepare_batch, "prepare")
+update_block_table = Operation(layers.update_block_table, "prepare")
 add_rms_norm = Operation(layers.add_rms_norm, "norm")
+gather_add_rms_norm = Operation(layers.gather_add_rms_norm, "norm")
 qk_norm_rope_kv_write = Operation(layers.qk_norm_rope_kv_write, "kv_write")
 paged_attention = Operation(attention.paged_attention, "attention.paged")
 silu_mul = Operation(layers.silu_mul, "activation")

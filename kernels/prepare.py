@@ -1,4 +1,5 @@
-"""Input preparation: one launch turns the step's rows and the slots' state into the batch's tensors."""
+"""Input preparation: one launch writes what changes in the block table, one turns the step's rows and the slots' state
+into the batch's tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +10,27 @@ from torch import Tensor
 from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
 
 BLOCK = 256
+CHANGES_AT_ONCE = 1024
+
+
+def update_block_table(block_table: Tensor, changes: Tensor) -> None:
+    """See `reference.layers.update_block_table`; how many changes there are, only the device knows."""
+    assert block_table.stride(1) == 1 and changes.is_contiguous()
+    room = len(changes) // 3
+    _update_block_table[(triton.cdiv(room, CHANGES_AT_ONCE),)](
+        block_table, block_table.stride(0), changes, BLOCK=CHANGES_AT_ONCE
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _update_block_table(table_ptr, table_stride, changes_ptr, BLOCK: tl.constexpr):
+    """A program writes BLOCK of the changes, as far as there are so many."""
+    change = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = change < tl.load(changes_ptr)
+    entry = changes_ptr + 1 + 3 * change
+    slot = tl.load(entry, mask=inside, other=0).to(tl.int64)
+    index = tl.load(entry + 1, mask=inside, other=0)
+    tl.store(table_ptr + slot * table_stride + index, tl.load(entry + 2, mask=inside, other=0), mask=inside)
 
 
 def prepare_batch(

@@ -25,7 +25,8 @@ class Bounds(NamedTuple):
 def field_checks(cls: type, checker: Checker) -> Mapping[str, Check]:
     """A check for each field: takes its name and a value, gives the plain value or raises the checker's error.
 
-    Numbers and texts have their bounds in the annotation, as in `Annotated[int | None, Bounds(1, 9)]`; a bool, a
+    Numbers and texts have their bounds in the annotation, as in `Annotated[int | None, Bounds(1, 9)]`, and so have the
+    entries of a list of numbers; a bool, a
     Literal of texts and a dict of texts need none. Fields of other kinds are left out.
     """
     or_none = Checker(lambda name, reason: checker.error(name, reason.replace(", not ", " (or None), not ", 1)))
@@ -50,6 +51,7 @@ def _check_of(kind: Any, bounds: Bounds, checker: Checker) -> Check | None:
         str: partial(checker.text, **span),
         bool: checker.flag,
         dict[str, str]: checker.text_map,
+        list[int]: partial(checker.numbers, **span),
     }
     return checks.get(kind)
 

@@ -88,14 +88,8 @@ class DeviceState:
             self.sampling.count(new)
 
     def options_of(self, shape: StepShape) -> int:
-        """What any row of a step wants, as bits."""
-        return int(np.bitwise_or.reduce(self.options[shape.plan.slots], initial=0))
-
-    def apply(self, entries: Tensor) -> None:
-        """Write entries [3, E] of the block table, as `StepInput.bring` returns them."""
-        if entries.shape[1]:
-            place = entries[:2].long()  # a place in the flat table may not fit 32 bits
-            self.block_table.index_put_((place[0], place[1]), entries[2])
+        """What any row of a step wants, as bits; padding wants nothing."""
+        return 0 if shape.plan.is_dummy else int(np.bitwise_or.reduce(self.options[shape.plan.slots], initial=0))
 
     def insert_embeds(self, x: Tensor, shape: StepShape) -> None:
         """Put given prompt embeddings in the place of the tokens' in x [T, hidden]; only the step's part is brought."""

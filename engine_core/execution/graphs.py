@@ -1,43 +1,154 @@
-"""How much memory CUDA graphs of steps need: measured on one, because its arena serves those of all sizes.
+"""CUDA graphs of parts of steps: captured between steps while the engine serves, and replayed instead of run.
 
-The captured step is the largest that graphs are for. Bytes are the allocator's: what a graph keeps of its own in the
-driver is small beside them.
+A part is a function of the runner and its arguments, of which there are few: a bucket, or how rows are sampled. All
+that it reads and writes lies at one address for the engine's life, so nothing but these arguments tells one step from
+another. A part without a graph is run, and counted; `capture` makes the graph of the one that is used most. Graphs
+share one pool of memory: they run one after the other, and nothing in it outlives a replay.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any
 
 import torch
 
-from wavecore.engine_core.execution.runner import ModelRunner
-from wavecore.engine_core.execution.sampling_state import draw
-from wavecore.engine_core.execution.step_shape import StepShape
-from wavecore.engine_core.plan import StepPlan
+from wavecore.engine_core.execution.out_of_memory import first_line
+
+logger = logging.getLogger(__name__)
+Part = tuple[Callable[..., object], tuple[Any, ...]]
+PIECE = 2 << 20  # bytes that the driver takes at once
 
 
-def graph_bytes(runner: ModelRunner, plan: StepPlan) -> int:
-    """Capture the plan's rows on a GPU and throw the graph away; the plan may not ask for log-probabilities.
+class StepGraphs:
+    """The graphs of one device.
 
-    Raises:
-        OutOfMemory: the step does not fit.
-        torch.OutOfMemoryError, RuntimeError: likewise, while it is captured.
+    Args:
+        device: without CUDA every part is run.
+
+    Attributes:
+        most: graphs that there may be at once; 0 captures none.
     """
-    device, shape = runner.device, StepShape(plan, runner.bucket_limits)
-    runner.start(plan).wait()  # what must be compiled or loaded cannot be while a graph is captured
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(device)
-    graph = torch.cuda.CUDAGraph()
-    _capture(runner, shape, graph)
-    size = torch.cuda.memory_reserved(device) - before
-    graph.reset()
-    torch.cuda.empty_cache()
-    return size
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.most = device, 0
+        self._pool: Any = None
+        self._graphs: dict[Part, torch.cuda.CUDAGraph | None] = {}  # None: the capture failed
+        self._uses: Counter[Part] = Counter()  # of parts without a graph
+        self._broken: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":
+            self._stream = _capture_stream(device)
+            zeros = partial(torch.zeros, device=device)
+            self._first = self._captured((zeros, (1,)))  # stays: a pool ends with its last graph
+            self._pool = self._first.pool()
+
+    def run(self, function: Callable[..., object], *args: Any) -> None:
+        """Replay the graph of function(*args), or call it."""
+        part = function, args
+        graph = self._graphs.get(part)
+        if graph is not None:
+            graph.replay()
+            return
+        if self.most and part not in self._graphs:
+            self._uses[part] += 1
+        function(*args)
+
+    def wanted(self, uses: int) -> bool:
+        """Some part without a graph ran so often, and there is room for its graph."""
+        return bool(self._uses) and len(self._graphs) < self.most and max(self._uses.values()) >= uses
+
+    def capture(self) -> None:
+        """Make the graph of the part that ran most often. Where that fails, the part is run as before; and where a
+        capture broke, as it does when something waits for the device meanwhile, no other is tried."""
+        [(part, _)] = self._uses.most_common(1)
+        del self._uses[part]
+        try:
+            self._graphs[part] = self._captured(part)
+        except Exception as error:
+            self._graphs[part] = None
+            name, args = part[0].__name__, part[1]
+            reason = first_line(error.__context__ or error)  # at the end of a broken capture it says only that
+            logger.warning("no CUDA graph of %s%s, which runs without one: %s", name, args, reason)
+
+    def clear(self) -> None:
+        """Forget all graphs, since something that they read or write has moved."""
+        self._graphs.clear()
+
+    def reserve(self, *kinds: Sequence[Part]) -> int:
+        """Make room for the graphs of all these parts, and begin to count which are wanted.
+
+        Args:
+            kinds: parts of one function each, the largest first; all ran before. Some are captured, and thrown away.
+
+        Returns:
+            Bytes that all graphs take: the pool's, which then are there to stay, and the driver's.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError: there is no room for them.
+        """
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        for parts in kinds:
+            for part in parts[::16]:
+                self._captured(part)
+        pool = torch.cuda.memory_reserved(self.device) - reserved
+        self.most = sum(map(len, kinds))
+        return pool + sum(len(parts) * self._driver_bytes(parts[0]) for parts in kinds)
+
+    def _driver_bytes(self, part: Part) -> int:
+        """What the driver takes for a graph. It takes pieces that hold several, so the first graphs may take nothing;
+        what other processes take meanwhile counts as two pieces at most."""
+        graphs: list[torch.cuda.CUDAGraph] = []
+        grown: list[int] = []
+        before = self._taken()
+        while len(grown) < 16 and len(graphs) < 80:
+            graphs.append(self._captured(part))
+            now = self._taken()
+            if grown or now > before:
+                grown.append(min(max(now - before, 0), 2 * PIECE))
+            before = now
+        return sum(grown) // max(len(grown), 1)
+
+    def _taken(self) -> int:
+        """Bytes of the device that are not free, without those of torch's allocator."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)
+
+    def _captured(self, part: Part) -> torch.cuda.CUDAGraph:
+        """Not by `torch.cuda.graph`, which waits for the device and gives back all cached memory."""
+        function, args = part
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                function(*args)
+            finally:
+                self._end(graph)
+        return graph
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # Where a capture broke, torch goes on to hold back memory for it, and looks at the graph when it allocates.
+            self.most, self._broken = 0, graph
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+            raise
 
 
-@torch.inference_mode()
-def _capture(runner: ModelRunner, shape: StepShape, graph: torch.cuda.CUDAGraph) -> None:
-    rows, sampling = runner.rows(shape), runner.sampling_rows(shape, truncates=True, edits=True)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        draw(runner.logits(*runner.forward(rows)), sampling, runner.out)
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures of a process. cuBLAS takes its workspace of a stream with the first product, here and not in
+    the pool of some graphs, with which it would go."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        x = torch.zeros((16, 16), device=device)
+        torch.mm(x, x)
+    return stream

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -60,35 +62,44 @@ def _events(vector: Tensor) -> list[torch.cuda.Event]:
     return [torch.cuda.Event() for _ in range(DEPTH)] if vector.is_cuda else []  # type: ignore[no-untyped-call]
 
 
+def _stream(vector: Tensor) -> torch.cuda.Stream | None:
+    """The one that the steps run on, looked up once: that takes torch as long as a small copy."""
+    return torch.cuda.current_stream(vector.device) if vector.is_cuda else None
+
+
 class CopyIn:
     """The vector that steps bring to the device.
 
+    Args:
+        sizes: int32 values of its parts.
+
     Attributes:
-        target: int32 [size] on the device, valid until the next `send` on the same stream.
+        target: int32 [sum of sizes] on the device, valid until the next `send`.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.target = zeros(size, device=device)
-        self._ring = _ring(self.target)
-        self._values = [vector.numpy() for vector in self._ring]
-        self._copied = _events(self.target)
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.target = zeros(sum(sizes), device=device)
+        ring = _ring(self.target)
+        self._values = [vector.numpy() for vector in ring]
+        parts = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        self._parts = [[(self.target[part], vector[part]) for part in parts] for vector in ring]
+        self._copied, self._stream = _events(self.target), _stream(self.target)
         self._turn = 0
 
     def room(self) -> I32:
         """int32 [size] on the host for the next step's values; holds those of an earlier step."""
-        self._turn = (self._turn + 1) % len(self._ring)
+        self._turn = (self._turn + 1) % len(self._values)
         if self._copied:
             self._copied[self._turn].synchronize()  # long past: the copy was DEPTH steps ago
         return self._values[self._turn]
 
-    def send(self, *parts: slice) -> None:
-        """Queue the copies of parts of `room`'s vector to the same places on the device."""
+    def send(self, parts: int) -> None:
+        """Queue the copies of the first parts of `room`'s vector to the same places on the device."""
         if not self._copied:
             return
-        source = self._ring[self._turn]
-        for part in parts:
-            self.target[part].copy_(source[part], non_blocking=True)
-        self._copied[self._turn].record()
+        for target, source in self._parts[self._turn][:parts]:
+            target.copy_(source, non_blocking=True)
+        self._copied[self._turn].record(self._stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +132,8 @@ class CopyOut:
         self.tokens, self.faults = self.vector[: 2 * max_num_seqs].view(2, max_num_seqs)
         self._ring = _ring(self.vector)
         self._values = [vector.numpy() for vector in self._ring]
-        self._copied = _events(self.vector)
+        self._plain = [(vector[: 2 * max_num_seqs], self.vector[: 2 * max_num_seqs]) for vector in self._ring]
+        self._copied, self._stream = _events(self.vector), _stream(self.vector)
         self._turn = 0
         self._used = 2 * max_num_seqs
 
@@ -142,8 +154,11 @@ class CopyOut:
         self._turn += 1
         at = self._turn % len(self._ring)
         if self._copied:
-            self._ring[at][: self._used].copy_(self.vector[: self._used], non_blocking=True)
-            self._copied[at].record()
+            target, source = self._plain[at]
+            if self._used > len(source):
+                target, source = self._ring[at][: self._used], self.vector[: self._used]
+            target.copy_(source, non_blocking=True)
+            self._copied[at].record(self._stream)
         return Fetched(self, self._turn, self._values[at], self._copied[at] if self._copied else None)
 
     def keeps(self, turn: int) -> bool:

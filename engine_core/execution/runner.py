@@ -2,16 +2,21 @@
 
 On CUDA `launch` queues the step's work and returns, whatever the device does meanwhile; `wait` waits for an event
 behind the copy of its tokens. On a CPU `launch` only notes the plan and `wait` computes it, so that two steps in flight
-delay no token. Everything that the forward pass and sampling read and write between steps has one address for the
-engine's life: captured graphs may keep it.
+delay no token.
+
+The rows of a step run in two parts, each from a CUDA graph where there is one (`graphs`): `forward`, from the tables to
+the hidden state of each row's last token, and `sample`, from there to the tokens. Each is a function of its arguments
+alone; all else that it reads and writes has one address for the engine's life. So between the two the host may still
+bring what sampling needs. Rows that want what no graph yields make their part run as it is called.
 """
 
 from __future__ import annotations
 
 import timeit
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,15 +24,16 @@ from torch import Tensor
 from wavecore.engine_core.execution.attention_map import attention_map
 from wavecore.engine_core.execution.block_copies import BlockCopies
 from wavecore.engine_core.execution.device_state import EDITS, EMBEDS, POOLS, PROMPT_LOGPROBS, TRUNCATES, DeviceState
+from wavecore.engine_core.execution.graphs import Part, StepGraphs
 from wavecore.engine_core.execution.out_of_memory import first_line, is_out_of_memory
 from wavecore.engine_core.execution.pending_step import Deferred, Launched
 from wavecore.engine_core.execution.pinned_copies import CopyOut, pinned_zeros, zeros
 from wavecore.engine_core.execution.step_extras import Extras, room_for_extras
-from wavecore.engine_core.execution.step_shape import StepShape
+from wavecore.engine_core.execution.step_shape import Bucket, Buckets, StepShape
 from wavecore.engine_core.models.decoder import Decoder
 from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, RunnerInfo, StepPlan
 from wavecore.kernels import ops
-from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
+from wavecore.kernels.batch import BatchBuffers, StepRows
 from wavecore.kernels.sampling.rows import SamplingRows
 
 
@@ -38,9 +44,22 @@ class ModelRunner:
         model: on its device.
         info: what the loader resolved so far.
         max_num_seqs, max_num_batched_tokens: bounds of a plan.
+        sizes: of steps; see `Buckets`.
+
+    Attributes:
+        hidden: [max_num_seqs, hidden]; `forward` writes the normalised hidden state of each row's last token.
+        buckets: of steps; None pads nothing.
+        marks: whether profilers see the parts of a step, as NVTX ranges.
     """
 
-    def __init__(self, model: Decoder, info: RunnerInfo, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        info: RunnerInfo,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         self.info = info
         self.model = model
         self.device = model.embedding.device
@@ -49,16 +68,20 @@ class ModelRunner:
         room = room_for_extras(max_num_batched_tokens, max_num_seqs, info.hidden_size)
         self.out = CopyOut(max_num_seqs, room, self.device)
         self.copies = BlockCopies(self.device, self.state.uploads)
-        self.bucket_limits = None if self.device.type == "cpu" else (max_num_batched_tokens, max_num_seqs)
+        self.hidden = zeros(max_num_seqs, info.hidden_size, dtype=model.embedding.dtype, device=self.device)
+        self.graphs = StepGraphs(self.device)
+        self.buckets = None if self.device.type == "cpu" else Buckets(max_num_batched_tokens, max_num_seqs, sizes)
+        self.marks = False
         self.kv_cache = self.host_kv_cache = torch.empty(0)
 
     def allocate(self, num_blocks: int) -> None:
-        """(Re)allocate the KV cache on the device.
+        """(Re)allocate the KV cache on the device. Graphs are captured anew.
 
         Raises:
             torch.OutOfMemoryError, MemoryError, RuntimeError: there is no room for it.
         """
         dtype = self.model.embedding.dtype
+        self.graphs.clear()
         self.kv_cache = torch.empty(0)  # the old one goes before the new one comes
         self.kv_cache = zeros(num_blocks, *self._block_shape, dtype=dtype, device=self.device)
         self.info = replace(self.info, num_blocks=num_blocks)
@@ -104,70 +127,116 @@ class ModelRunner:
         with self._out_of_memory(plan):
             self.copies.join(plan.after)
             self.copies.start(plan, self.kv_cache, self.host_kv_cache)
-            shape = StepShape(plan, self.bucket_limits)
-            self.state.begin(plan.new_requests)
-            extras = Extras(shape, self.state, self.out)
-            columns = self.state.sampling.host_columns
-            self.state.apply(self.state.input.bring(shape, extras.logprob_rows, columns))
+            shape, state = StepShape(plan, self.buckets), self.state
+            state.begin(plan.new_requests)
+            extras = Extras(shape, state, self.out)
+            more_changes = state.input.bring(shape, extras.logprob_rows, state.sampling.host_columns)
+            if more_changes is not None:
+                ops.update_block_table(state.block_table, more_changes)
             self.copies.join_copies()
+            if plan.captures:
+                self.graphs.capture()
             if not plan.num_rows:
+                ops.update_block_table(state.block_table, state.input.changes)
                 return Launched(shape, None, extras, self.copies)
             self.out.clear()
-            self._run(shape, extras)
+            with self._marked("forward"):
+                self._forward(shape, extras)
+            if shape.num_samples:
+                with self._marked("sample"):
+                    self._sample(shape, extras)
             return Launched(shape, self.out.send(), extras, self.copies)
 
-    def _run(self, shape: StepShape, extras: Extras) -> None:
-        """Queue a step's rows."""
+    def _forward(self, shape: StepShape, extras: Extras) -> None:
+        """Queue a step's first part."""
         options = extras.options
-        with _range(self.device, "forward"):
-            batch, x, residual = self.forward(self.rows(shape), shape if options & EMBEDS else None)
+        if shape.has_graph and not options & (EMBEDS | PROMPT_LOGPROBS | POOLS):
+            self.graphs.run(self.forward, shape.bucket)
+            return
+        x, residual = self.forward(shape.bucket, shape if options & EMBEDS else None)
         if options & PROMPT_LOGPROBS:
             extras.report_prompts(self.model, x, residual)
         if options & POOLS:
             extras.pool(self.model, x, residual)
-        if shape.num_samples:
-            with _range(self.device, "sample"):
-                logits = self.logits(batch, x, residual)
-                rows = self.sampling_rows(shape, truncates=bool(options & TRUNCATES), edits=bool(options & EDITS))
-                extras.draw(logits, rows, self.state.input.rows(shape.bucket_rows).logprob_rows)
 
-    def rows(self, shape: StepShape) -> StepRows:
-        """What `forward` reads of a step; the same tensors for all steps of a bucket."""
-        views = self.state.input.rows(shape.bucket_rows)
-        return StepRows(
-            slots=views.slots,
-            starts=views.starts,
-            query_start=views.query_start,
-            num_decode_rows=shape.num_decode_rows,
-            max_query_len=shape.max_query_len,
-            bucket_tokens=shape.bucket_tokens,
-        )
+    def _sample(self, shape: StepShape, extras: Extras) -> None:
+        """Queue a step's second part."""
+        rows, options = shape.bucket.rows, extras.options
+        truncates, edits = bool(options & TRUNCATES), bool(options & EDITS)
+        if len(extras.logprob_rows):
+            logits = self.model.logits(self.hidden[:rows])
+            extras.draw(logits, self.sampling_rows(rows, truncates, edits), self.state.input.rows(rows).logprob_rows)
+        elif shape.has_graph:
+            self.graphs.run(self.sample, rows, truncates, edits)
+        else:
+            self.sample(rows, truncates, edits)
 
-    def sampling_rows(self, shape: StepShape, *, truncates: bool, edits: bool) -> SamplingRows:
-        """What sampling reads of a step; likewise."""
-        views = self.state.input.rows(shape.bucket_rows)
-        return self.state.sampling.rows(views.sample_slots, views.positions, truncates=truncates, edits=edits)
-
-    def forward(self, rows: StepRows, embeds_of: StepShape | None = None) -> tuple[Batch, Tensor, Tensor]:
-        """Prepare the batch and run all layers over it.
+    def forward(self, bucket: Bucket, embeds_of: StepShape | None = None) -> tuple[Tensor, Tensor]:
+        """Change the block table, prepare the batch, run all layers over it, and write the hidden state of its rows.
 
         Args:
             embeds_of: the shape of a step where prompt embeddings stand in for tokens.
 
         Returns:
-            The batch, and x and residual [T, hidden] as from `Decoder.forward`.
+            x and residual [T, hidden] as from `Decoder.forward`.
         """
-        state, model = self.state, self.model
+        state, model, views = self.state, self.model, self.state.input.rows(bucket.rows)
+        rows = StepRows(
+            slots=views.slots,
+            starts=views.starts,
+            query_start=views.query_start,
+            num_decode_rows=bucket.num_decode_rows,
+            max_query_len=bucket.max_query_len,
+            bucket_tokens=bucket.tokens,
+        )
+        ops.update_block_table(state.block_table, state.input.changes)
         batch = ops.prepare_batch(rows, state.token_table, state.block_table, self.info.block_size, self.buffers)
         x = model.embed(batch.token_ids)
         if embeds_of is not None:
             state.insert_embeds(x, embeds_of)
-        return batch, *model.forward(x, batch, self.kv_cache)
+        x, residual = model.forward(x, batch, self.kv_cache)
+        model.final_at(batch.sample_index, x, residual, self.hidden[: bucket.rows])
+        return x, residual
 
-    def logits(self, batch: Batch, x: Tensor, residual: Tensor) -> Tensor:
-        """[R, vocab] at the last token of each row."""
-        last = batch.sample_index
-        return self.model.logits(self.model.final(x[last], residual[last]))
+    def sample(self, rows: int, truncates: bool, edits: bool) -> None:
+        """Draw a token of each of so many rows, from the hidden states that `forward` left."""
+        ops.sample(self.model.logits(self.hidden[:rows]), self.sampling_rows(rows, truncates, edits))
+
+    def sampling_rows(self, rows: int, truncates: bool, edits: bool) -> SamplingRows:
+        """What sampling reads and writes of a step of so many rows; the same tensors for each."""
+        views, out = self.state.input.rows(rows), self.out
+        return self.state.sampling.rows(
+            truncates,
+            edits,
+            slots=views.sample_slots,
+            positions=views.positions,
+            tokens=out.tokens[:rows],
+            faults=out.faults[:rows],
+        )
+
+    def wants_capture(self, uses: int) -> bool:
+        return self.graphs.wanted(uses)
+
+    @torch.inference_mode()
+    def reserve_graphs(self) -> int:
+        """Let steps have CUDA graphs from now on. Steps of all sizes ran before, and loaded their kernels.
+
+        Returns:
+            Bytes that the graphs of all sizes take. What they share of that is taken, and stays.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError: it does not fit.
+        """
+        assert self.buckets is not None
+        buckets = sorted(self.buckets.graphs, reverse=True)
+        if not buckets:
+            return 0
+        rows = [size for size in reversed(self.buckets.rows) if size <= max(bucket.rows for bucket in buckets)]
+        forward: list[Part] = [(self.forward, (bucket,)) for bucket in buckets]
+        sample: list[Part] = [
+            (self.sample, (n, *options)) for n in rows for options in product((True, False), repeat=2)
+        ]
+        return self.graphs.reserve(forward, sample)
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes by use: weights, KV cache, tables and vectors of steps and slots, pools of sampling options, the
@@ -178,7 +247,7 @@ class ModelRunner:
             "weights_bytes": sum(weights.values()),
             "kv_cache_bytes": self.kv_cache.nbytes,
             "host_kv_cache_bytes": self.host_kv_cache.nbytes,
-            "tables_bytes": sum(t.nbytes for t in (*buffers, *self.state.tensors(), self.out.vector)),
+            "tables_bytes": sum(t.nbytes for t in (*buffers, *self.state.tensors(), self.out.vector, self.hidden)),
             "sampling_bytes": sum(t.nbytes for t in self.state.sampling.tensors()),
         }
         if self.device.type == "cuda":
@@ -194,6 +263,9 @@ class ModelRunner:
             ValidationError: no such layer, head or token, or a prompt too long to show.
         """
         return attention_map(self.model, self.info, prompt, layer, head)
+
+    def _marked(self, name: str) -> AbstractContextManager[None]:
+        return torch.cuda.nvtx.range(name) if self.marks else nullcontext()
 
     def _time_swap(self) -> float:
         """Seconds to copy one block to the host: the best of three, the first being slow."""
@@ -213,8 +285,3 @@ class ModelRunner:
             raise OutOfMemory(
                 f"a step of {plan.num_rows} rows and {plan.num_tokens} tokens does not fit: {first_line(error)}"
             ) from error
-
-
-def _range(device: torch.device, name: str) -> AbstractContextManager[None]:
-    """An NVTX range, for profilers."""
-    return torch.cuda.nvtx.range(name) if device.type == "cuda" else nullcontext()

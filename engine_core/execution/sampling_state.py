@@ -1,4 +1,4 @@
-"""Sampling: the parameters of every slot, as the columns that `kernels.ops.sample` reads, and the draw of tokens.
+"""The sampling parameters of every slot, as the columns that `kernels.ops.sample` reads.
 
 Everything has one address for the engine's life, so that a captured graph reads what requests that came later asked
 for, and a request that ends leaves nothing behind. One flat int32 vector holds all columns of fixed size, on the host
@@ -34,10 +34,9 @@ from wavecore.engine_core.api.sampling_params import (
     MAX_STOP_TOKENS,
     SamplingParams,
 )
-from wavecore.engine_core.execution.pinned_copies import CopyOut, zeros
+from wavecore.engine_core.execution.pinned_copies import zeros
 from wavecore.engine_core.execution.uploads import Uploads
 from wavecore.engine_core.plan import NewRequest
-from wavecore.kernels import ops
 from wavecore.kernels.sampling.rows import NO_LIMIT, SEEN_IN_PROMPT, SamplingRows
 
 # Parameters that are brought as they are, by the names of SamplingParams.
@@ -124,18 +123,17 @@ class SamplingState:
             counts.index_fill_(0, prompt, SEEN_IN_PROMPT)
         counts.index_add_(0, output, torch.ones_like(output, dtype=counts.dtype))
 
-    def rows(self, slots: Tensor, positions: Tensor, *, truncates: bool, edits: bool) -> SamplingRows:
-        """What `sample` reads for one step; see `SamplingRows`.
+    def rows(self, truncates: bool, edits: bool, **of_step: Tensor) -> SamplingRows:
+        """What `sample` reads and writes for one step; see `SamplingRows`.
 
         Args:
-            slots, positions: int32 [R] on the device.
+            of_step: slots, positions, tokens, faults.
         """
         return SamplingRows(
-            slots=slots,
-            positions=positions,
             token_ids=self.token_table,
             truncates=truncates,
             edits=edits,
+            **of_step,
             **self.on_device,
             **self.pools,
         )
@@ -179,12 +177,6 @@ class SamplingState:
 
     def _put(self, pool: str, begin: int, values: npt.NDArray[Any]) -> None:
         self.uploads.write(self.pools[pool][begin : begin + len(values)], values)
-
-
-def draw(logits: Tensor, rows: SamplingRows, out: CopyOut, first: int = 0) -> None:
-    """Sample the logits [R, vocab] of the rows from `first` on into the step's output."""
-    last = first + logits.shape[0]
-    out.tokens[first:last], out.faults[first:last] = ops.sample(logits, rows)
 
 
 def _penalises(params: SamplingParams) -> bool:

@@ -145,6 +145,9 @@ class ScriptedRunner:
     def memory_stats(self) -> dict[str, int]:
         return {"kv_cache_bytes": self.blocks.nbytes, "host_kv_cache_bytes": self.host_blocks.nbytes}
 
+    def wants_capture(self, uses: int) -> bool:  # noqa: ARG002 (the interface)
+        return False
+
     def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:  # noqa: ARG002 (the interface)
         raise NotSupportedError("a scripted model has no attention")
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS
 from wavecore.engine_core.execution.device_state import LOGPROBS, POOLING, POOLS, PROMPT_LOGPROBS, DeviceState
 from wavecore.engine_core.execution.pinned_copies import CopyOut, Place
-from wavecore.engine_core.execution.sampling_state import draw
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.models.decoder import Decoder
 from wavecore.engine_core.plan import I32, LOGPROB_CHUNK, Index, RowLogprobs
+from wavecore.kernels import ops
 from wavecore.kernels.sampling.rows import SamplingRows
 
 NO_ROWS = np.zeros(0, np.int32)
@@ -77,7 +77,7 @@ class Extras:
         self._pooled: dict[int, Place] = {}
 
     def draw(self, logits: Tensor, rows: SamplingRows, logprob_rows: Tensor) -> None:
-        """Sample the logits [R, vocab] into the step's output, with the log-probabilities of the rows that want them.
+        """Sample the logits [R, vocab], and report the log-probabilities of the rows that want them.
 
         Sampling edits the logits, so the raw log-probabilities come first, and with many such rows both are done for
         LOGPROB_CHUNK rows at a time.
@@ -85,9 +85,6 @@ class Extras:
         Args:
             logprob_rows: int32, the attribute of that name on the device.
         """
-        if not len(self.logprob_rows):
-            draw(logits, rows, self._out)
-            return
         report = Report(self._out, len(self.logprob_rows), int(self._counts.max()))
         step = len(logits) if len(self.logprob_rows) <= LOGPROB_CHUNK else LOGPROB_CHUNK
         for begin in range(0, len(logits), step):
@@ -95,9 +92,10 @@ class Extras:
             first, last = np.searchsorted(self.logprob_rows, (begin, begin + step)).tolist()
             chosen = logprob_rows[first:last].long()
             logprobs = logits[chosen].float().log_softmax(-1)
-            draw(logits[part], replace(rows, slots=rows.slots[part], positions=rows.positions[part]), self._out, begin)
+            columns = {name: getattr(rows, name)[part] for name in ("slots", "positions", "tokens", "faults")}
+            ops.sample(logits[part], replace(rows, **columns))
             if last > first:
-                report.put(slice(first, last), logprobs, self._out.tokens[chosen].long())
+                report.put(slice(first, last), logprobs, rows.tokens[chosen].long())
         self._logprobs = report
 
     def report_prompts(self, model: Decoder, x: Tensor, residual: Tensor) -> None:

@@ -1,7 +1,7 @@
 """What a step brings to the device, in one vector: its rows, what changes in the tables, and sampling parameters.
 
     rows      slots | starts | query_start | sample_slots | positions | logprob_rows     at fixed places, each step
-    changes   entries of the block table                                                 as far as there are any
+    changes   how many | slot, index, block | slot, index, block | ...                   of the block table
     columns   the sampling parameters of all slots (`sampling_state`)                    when a request begins
 
 The rows and changes are one copy, the columns a second one. A plan with more changes than the vector holds (a very long
@@ -52,21 +52,23 @@ class StepInput:
         columns: int32 values of the sampling columns.
 
     Attributes:
+        changes: int32 [1 + 3 * room] on the device, as `kernels.ops.update_block_table` reads them.
         columns: int32 [columns] on the device.
     """
 
     def __init__(self, max_num_seqs: int, columns: int, device: torch.device, uploads: Uploads) -> None:
         self.width = -(-(max_num_seqs + 1) // ALIGN) * ALIGN
-        self.room = 3 * max_num_seqs + 4096  # of changes: every row may enter a new block
+        self.room = max_num_seqs + 1024  # changes: every row may enter a new block
         self.changes_at = len(PADDING) * self.width
-        self.columns_at = -(-(self.changes_at + self.room) // ALIGN) * ALIGN
-        self.copy = CopyIn(self.columns_at + columns, device)
+        self.columns_at = -(-(self.changes_at + 1 + 3 * self.room) // ALIGN) * ALIGN
+        self.copy = CopyIn((self.columns_at, columns), device)
+        self.changes = self.copy.target[self.changes_at : self.changes_at + 1 + 3 * self.room]
         self.columns = self.copy.target[self.columns_at :]
         self.uploads = uploads
         self._rows = self.copy.target[: self.changes_at].view(len(PADDING), self.width)
         self._views: dict[int, RowViews] = {}
 
-    def bring(self, shape: StepShape, logprob_rows: I32, columns: I32) -> Tensor:
+    def bring(self, shape: StepShape, logprob_rows: I32, columns: I32) -> Tensor | None:
         """Queue the copies of a step.
 
         Args:
@@ -74,22 +76,20 @@ class StepInput:
             columns: sampling parameters on the host, brought when a request begins.
 
         Returns:
-            int32 [3, E] on the device: slots, indices and block ids of new entries of the block table.
+            More changes than the vector has room for, alike but on their own; else None.
         """
         host = self.copy.room()
         self._fill(host[: self.changes_at].reshape(len(PADDING), self.width), shape, logprob_rows)
-        changes = shape.plan.table.T.reshape(-1)  # all slots, then all indices, then all blocks
-        end = self.changes_at
-        if fit := changes.size <= self.room:
-            end += changes.size
-            host[self.changes_at : end] = changes
-        parts = [slice(0, end)]
+        table, apart = shape.plan.table, None
+        if len(table) > self.room:
+            apart = self.uploads.new(np.append(np.int32(len(table)), table))
+            table = table[:0]
+        host[self.changes_at] = len(table)
+        host[self.changes_at + 1 : self.changes_at + 1 + table.size] = table.reshape(-1)
         if shape.plan.new_requests:
             host[self.columns_at :] = columns
-            parts.append(slice(self.columns_at, None))
-        self.copy.send(*parts)
-        entries = self.copy.target[self.changes_at : end] if fit else self.uploads.new(changes)
-        return entries.view(3, -1)
+        self.copy.send(2 if shape.plan.new_requests else 1)
+        return apart
 
     def rows(self, count: int) -> RowViews:
         """The rows of a step padded to `count`."""
@@ -101,8 +101,12 @@ class StepInput:
 
     def _fill(self, host: I32, shape: StepShape, logprob_rows: I32) -> None:
         """Write the rows of a step; the first number of query_start is always 0."""
-        plan, rows, padded = shape.plan, shape.plan.num_rows, shape.bucket_rows
+        plan, rows, padded = shape.plan, shape.plan.num_rows, shape.bucket.rows
         slots, starts, query_start, sample_slots, positions, with_logprobs = host
+        if plan.is_dummy:
+            host[:, :padded] = PADDING
+            query_start[: padded + 1] = 0
+            return
         if padded > rows:
             host[:, rows:padded] = PADDING
             query_start[rows + 1 : padded + 1] = shape.num_tokens

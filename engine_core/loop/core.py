@@ -27,6 +27,10 @@ from wavecore.engine_core.scheduling.step_update import update
 from wavecore.transport.errors import Overloaded, from_code
 from wavecore.transport.wire.messages import U32, Add, FinishReason, StepTokens
 
+CAPTURE_SECONDS, OFTEN = 0.2, 8
+"""Beside requests: between two captures, each of which costs the time of two or three steps; and uses without a graph
+that are worth one."""
+
 
 class EngineCore:
     """Scheduler and runner of one engine. Everything but `admit` belongs to one thread.
@@ -54,7 +58,7 @@ class EngineCore:
         self.in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()
         self.draining = False
         self._clock, self._expect = clock, expect
-        self._done_at = 0.0
+        self._done_at = self._captured_at = 0.0
         self._admitted_reqs = self._admitted_bytes = 0
 
     # --- requests -------------------------------------------------------------------------------------------------
@@ -110,13 +114,17 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return bool(
-            self.requests.by_client or self.in_flight or self.requests.outputs or len(self.requests.kv.transfers)
+            self.requests.by_client
+            or self.in_flight
+            or self.requests.outputs
+            or len(self.requests.kv.transfers)
+            or (self.runner.wants_capture(1) and not self.draining)
         )
 
     def step(self) -> tuple[dict[bytes, StepTokens], bool]:
         """One turn of the loop. Returns the output by client, and whether a step was launched."""
         start = time.perf_counter()
-        plan = self.scheduler.schedule()
+        plan = self._plan()
         scheduled = time.perf_counter()
         launched_one = self.launch(plan)
         launched = time.perf_counter()
@@ -128,6 +136,21 @@ class EngineCore:
         size = (plan.num_rows, plan.num_tokens) if plan is not None else (0, 0)
         self.stats.turn((start, scheduled, launched, waited, time.perf_counter()), *size)
         return outputs, launched_one
+
+    def _plan(self) -> StepPlan | None:
+        """The next step: what the scheduler says, or a capture once the steps in flight are back."""
+        if not self._capture_is_due():
+            return self.scheduler.schedule()
+        if self.in_flight:
+            return None
+        self._captured_at = self._clock()
+        return self.scheduler.capture()
+
+    def _capture_is_due(self) -> bool:
+        """Without requests, whatever ran without a graph gets one; beside them, what runs often, now and then."""
+        if not self.requests.by_client:
+            return self.runner.wants_capture(1)
+        return self._clock() >= self._captured_at + CAPTURE_SECONDS and self.runner.wants_capture(OFTEN)
 
     def launch(self, plan: StepPlan | None) -> bool:
         """Launch the plan, if there is one."""

@@ -122,6 +122,11 @@ class Decoder:
         """The normalised hidden state [n, hidden] of some tokens of `forward`."""
         return ops.add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps, self.spec.norm_offset)[0]
 
+    def final_at(self, index: Tensor, x: Tensor, residual: Tensor, out: Tensor) -> None:
+        """The same of the tokens int64 [n], written to `out` [n, hidden]."""
+        spec = self.spec
+        ops.gather_add_rms_norm(x, residual, index, self.norm, spec.rms_norm_eps, spec.norm_offset, out)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] from `final` to [n, vocab]."""
         logits = linear(hidden, self.lm_head)

@@ -14,6 +14,7 @@ So the first in line always moves, and everything ends.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
@@ -55,6 +56,10 @@ class Scheduler:
         if not len(slots) and not (events.swap_out or events.swap_in):
             return None
         return self._commit(slots, lens)
+
+    def capture(self) -> StepPlan:
+        """A step without rows in which a CUDA graph is captured. No other may be in flight."""
+        return replace(self._commit(np.zeros(0, np.intp), np.zeros(0, np.int32)), captures=True)
 
     def _choose(self) -> tuple[Index, I32]:
         """The slots that get a row now, and the rows' query lengths."""

@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.execution.graphs import graph_bytes
 from wavecore.engine_core.execution.out_of_memory import shortage
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.startup.free_memory import host_memory
@@ -29,7 +28,7 @@ from wavecore.engine_core.startup.memory_budget import (
     refused,
     would_fit,
 )
-from wavecore.engine_core.startup.warm_up import largest_graph, warm_up
+from wavecore.engine_core.startup.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -95,13 +94,13 @@ def measure(runner: ModelRunner, config: EngineConfig) -> tuple[MemoryBudget, st
     weights = runner.memory_stats()["weights_bytes"]
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    graphs, reason = 0, ""
+    activations, graphs, reason = 0, 0, ""
     try:
         runner.allocate(2)
-        if not config.custom_ops:  # a user's kernel need not be one that can be captured
-            graphs = graph_bytes(runner, largest_graph(runner, config))
-        torch.cuda.reset_peak_memory_stats(device)
         warm_up(runner, config)
+        activations = torch.cuda.max_memory_reserved(device)
+        if not (config.enforce_eager or config.custom_ops):  # a user's kernel need not be one that can be captured
+            graphs = runner.reserve_graphs()
     except Exception as error:
         reason = shortage(error)
         if not reason:
@@ -113,7 +112,7 @@ def measure(runner: ModelRunner, config: EngineConfig) -> tuple[MemoryBudget, st
         utilization=1.0 if config.num_gpu_blocks_override else config.gpu_memory_utilization,
         weights=weights,
         tables=max(before - weights, 0),
-        activations=torch.cuda.max_memory_reserved(device) - before - runner.kv_cache.nbytes + SLACK,
+        activations=(activations or torch.cuda.max_memory_reserved(device)) - before - runner.kv_cache.nbytes + SLACK,
         graphs=graphs,
         others=total - free - torch.cuda.memory_reserved(device),
     )

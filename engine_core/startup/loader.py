@@ -69,7 +69,8 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
     progress("kv_cache", 0.0)
     with refused("the tables of all requests do not fit into memory", SMALLER_STEPS):
         model = Decoder(spec, parameters, length)
-        runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens)
+        sizes = config.cudagraph_capture_sizes
+        runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens, sizes)
     allocate_kv_cache(runner, config)
     return runner
 

@@ -17,7 +17,7 @@ import numpy as np
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.engine_core.execution.runner import ModelRunner
-from wavecore.engine_core.execution.step_shape import MAX_BUCKET, bucket
+from wavecore.engine_core.execution.step_shape import MAX_BUCKET, Buckets
 from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, StepPlan, int_table
 
 LONGEST = 4096  # position of decode rows: none needs more memory, the last ones of a long context only take longer
@@ -71,21 +71,13 @@ def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
         _all_options(sizes, everything, runner.info.hidden_size),  # first, as they need most memory
         _rare_kernels(sizes, everything, runner.state.block_table.shape[1]),
         _few_options(sizes),
-        _every_size(sizes),
+        _every_size(sizes, runner.buckets),
     )
     try:
         for plan in plans:
             runner.start(plan).wait()
     finally:
         runner.state.block_table.zero_()
-
-
-def largest_graph(runner: ModelRunner, config: EngineConfig) -> StepPlan:
-    """The largest step that a graph can be for, on block 0: all rows, and tokens as far as they are padded, with every
-    option of sampling."""
-    sizes = Sizes.of(runner, config)
-    sizes = replace(sizes, tokens=max(min(sizes.tokens, MAX_BUCKET), sizes.rows))
-    return _beginning(sizes.mixed(), replace(_everything(runner), logprobs=None, prompt_logprobs=None))
 
 
 def _all_options(sizes: Sizes, everything: SamplingParams, hidden_size: int) -> Iterator[StepPlan]:
@@ -136,17 +128,13 @@ def _few_options(sizes: Sizes) -> Iterator[StepPlan]:
     yield _plan(prefill, samples=False)
 
 
-def _every_size(sizes: Sizes) -> Iterator[StepPlan]:
+def _every_size(sizes: Sizes, buckets: Buckets | None) -> Iterator[StepPlan]:
     """A decode step of each padded number of rows, a prefill step of each padded number of tokens, and some above."""
-    for rows in buckets(sizes.rows):
+    buckets = buckets or Buckets(sizes.tokens, sizes.rows)
+    for rows in buckets.rows:
         yield _plan(sizes.decode(rows))
-    for tokens in (*buckets(min(sizes.tokens, MAX_BUCKET)), *_unpadded(sizes.tokens)):
+    for tokens in (*buckets.tokens, *_unpadded(sizes.tokens)):
         yield _plan(sizes.prefill(tokens))
-
-
-def buckets(limit: int) -> list[int]:
-    """Every padded size up to `limit`."""
-    return sorted({bucket(size, limit) for size in range(1, limit + 1)})
 
 
 def _unpadded(limit: int) -> Iterator[int]:

@@ -12,6 +12,17 @@ from torch import Tensor
 from wavecore.kernels.batch import Batch, BatchBuffers, StepRows
 
 
+def update_block_table(block_table: Tensor, changes: Tensor) -> None:
+    """Write new entries of the block table.
+
+    Args:
+        block_table: int32 [slots, max_blocks].
+        changes: int32 [1 + 3 * n]: how many of the n entries behind it count, then slot, index and block of each.
+    """
+    slot, index, block = changes[1 : 1 + 3 * int(changes[0])].view(-1, 3).unbind(1)
+    block_table[slot.long(), index.long()] = block
+
+
 def prepare_batch(
     rows: StepRows, token_table: Tensor, block_table: Tensor, block_size: int, buffers: BatchBuffers
 ) -> Batch:
@@ -70,6 +81,21 @@ def add_rms_norm(
     """
     total = x if residual is None else x + residual
     return rms_norm(total, weight, eps, weight_offset), total
+
+
+def gather_add_rms_norm(
+    x: Tensor, residual: Tensor, index: Tensor, weight: Tensor, eps: float, weight_offset: float, out: Tensor
+) -> None:
+    """RMSNorm of residual + x at some tokens.
+
+    Args:
+        x, residual: [T, H].
+        index: int64 [R], the tokens.
+        weight: [H].
+        weight_offset: added to the weight.
+        out: [R, H], written.
+    """
+    out.copy_(rms_norm(x[index] + residual[index], weight, eps, weight_offset))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ FEW = 1024
 _GOLDEN, _MIX_1, _MIX_2 = (factor - (1 << 32) for factor in (GOLDEN, MIX_1, MIX_2))  # as int32
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, rows: SamplingRows) -> None:
     """Draw one token a row: argmax of logit / temperature + Gumbel noise over the tokens that truncation keeps.
 
     The order is bias and bans, allowed tokens, penalties, temperature, min_p, top_k, top_p. Of tokens with
@@ -19,11 +19,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
 
     Args:
         logits: [R, V], float32, bfloat16 or float16; bias and bans change it in place.
-        rows: see there; drawn tokens are written to `token_ids` and `counts`.
-
-    Returns:
-        tokens int32 [R], -1 where slot is -1; faults uint8 [R], 1 where a row that samples holds NaN or no
-        finite maximum (its token means nothing).
+        rows: see there; what is drawn is written to `tokens` and `faults`, `token_ids` and `counts`.
     """
     live = (rows.slots >= 0).nonzero().flatten()
     slots = rows.slots[live].long()
@@ -43,16 +39,13 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         drawn = x.argmax(-1)
         if len(hot):
             drawn[hot] = _draw(x[hot], rows, slots[hot], positions[hot])
-    tokens = torch.full((len(logits),), -1, dtype=torch.int32, device=logits.device)
-    faults = torch.zeros(len(logits), dtype=torch.uint8, device=logits.device)
-    tokens[live] = drawn.int()
-    faults[live] = bad.to(torch.uint8)
+    rows.tokens.fill_(-1)[live] = drawn.int()
+    rows.faults.zero_()[live] = bad.int()
     inside = positions < rows.token_ids.shape[1]
     rows.token_ids[slots[inside], positions[inside].long()] = drawn.int()[inside]
     counted = rows.count_row[slots]
     keep = counted >= 0
     rows.counts[counted[keep].long(), drawn[keep]] += 1
-    return tokens, faults
 
 
 def _draw(x: Tensor, rows: SamplingRows, slots: Tensor, positions: Tensor) -> Tensor:

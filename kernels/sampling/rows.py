@@ -22,7 +22,7 @@ SEEN_IN_PROMPT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What `sample` reads; V is the vocabulary, S the slots, R the rows.
+    """What `sample` reads, and where it writes; V is the vocabulary, S the slots, R the rows.
 
     Attributes:
         slots: int32 [R]; -1 for padding and for rows that do not sample: their token is -1.
@@ -44,6 +44,8 @@ class SamplingRows:
         word_range: int32 [S, 2], begin and end in `word_start`.
         word_start: int32 [W + 1], first token of each bad word.
         word_tokens: int32 [...]: a word's last token is banned where the tokens before it have just come.
+        tokens: int32 [R], written: the drawn token, or -1.
+        faults: int32 [R], written: 1 where a row that samples holds NaN or no finite maximum (its token means nothing).
         truncates: whether a row may use top_k, top_p or min_p (an upper bound; False saves a pass).
         edits: whether a row may use bias or bad words (likewise).
     """
@@ -71,5 +73,7 @@ class SamplingRows:
     word_range: Tensor
     word_start: Tensor
     word_tokens: Tensor
+    tokens: Tensor
+    faults: Tensor
     truncates: bool = True
     edits: bool = True

@@ -21,14 +21,13 @@ WORD_BLOCK = 256
 """A bad word has at most so many tokens (`sampling_params.MAX_STOP_LENGTH`)."""
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, rows: SamplingRows) -> None:
     """See `reference.sampling.sample`; logits has unit stride along the vocabulary."""
     count, vocab = logits.shape
     assert logits.stride(1) == 1 and rows.token_ids.stride(1) == 1
-    tokens = torch.empty(count, dtype=torch.int32, device=logits.device)
-    faults = torch.empty(count, dtype=torch.uint8, device=logits.device)
+    assert rows.tokens.is_contiguous() and rows.faults.is_contiguous()
     if not count:
-        return tokens, faults
+        return
     if rows.edits:
         _edit[(count,)](
             logits,
@@ -73,12 +72,11 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         rows.token_ids,
         rows.token_ids.stride(0),
         rows.token_ids.shape[1],
-        tokens,
-        faults,
+        rows.tokens,
+        rows.faults,
         BLOCK=triton.next_power_of_2(parts),
         num_warps=1,
     )
-    return tokens, faults
 
 
 @triton.jit
@@ -202,7 +200,7 @@ def _finish(
     token = tl.minimum(tl.min(token, axis=0), v.vocab - 1)
     infinite = (best == float("inf")) | (best == float("-inf"))
     tl.store(tokens_ptr + row, token)
-    tl.store(faults_ptr + row, ((broken > 0) | infinite).to(tl.uint8))
+    tl.store(faults_ptr + row, ((broken > 0) | infinite).to(tl.int32))
     position = tl.load(positions_ptr + row)
     tl.store(token_ids_ptr + slot * token_stride + position, token, mask=position < max_len)
     count_row = tl.load(v.count_row + slot).to(tl.int64)

@@ -25,7 +25,7 @@ def prompt(i: int, length: int) -> list[int]:
 
 @contextmanager
 def recorded(runner: Any) -> Iterator[list[tuple[StepPlan, StepResult]]]:
-    """Every plan that is run meanwhile, and its result."""
+    """Every plan that is run meanwhile, and its result; without captures."""
     steps: list[tuple[StepPlan, StepResult]] = []
     launch = runner.launch
 
@@ -34,8 +34,10 @@ def recorded(runner: Any) -> Iterator[list[tuple[StepPlan, StepResult]]]:
             self.plan, self.pending = plan, launch(plan)
 
         def wait(self) -> StepResult:
-            steps.append((self.plan, self.pending.wait()))
-            return steps[-1][1]
+            result = self.pending.wait()
+            if not self.plan.captures:
+                steps.append((self.plan, result))
+            return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "launch", Recording)

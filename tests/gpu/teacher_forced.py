@@ -11,8 +11,7 @@ from tests.support.model_driver import ModelDriver
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from wavecore.engine_core.execution.step_shape import StepShape
-from wavecore.kernels.batch import StepRows
+from wavecore.engine_core.execution.step_shape import Bucket, StepShape
 
 
 def our_logits(runner: Any, ids: Tensor, chunk: int, first: int = 0) -> Tensor:
@@ -28,18 +27,18 @@ def our_logits(runner: Any, ids: Tensor, chunk: int, first: int = 0) -> Tensor:
     count, length = ids.shape
     starts = iter(range(0, length, chunk))
 
-    def noted(rows: StepRows, embeds_of: StepShape | None = None) -> Any:
-        batch, x, residual = forward(rows, embeds_of)
+    def noted(bucket: Bucket, embeds_of: StepShape | None = None) -> Any:
+        x, residual = forward(bucket, embeds_of)
         start = next(starts)
         end = min(start + chunk, length)
         if end > first:
             live = count * (end - start)  # padding comes behind
             hidden = model.final(x[:live], residual[:live]).view(count, end - start, -1)[:, max(0, first - start) :]
             parts.append(model.logits(hidden.flatten(0, 1)).view(count, hidden.shape[1], -1))
-        return batch, x, residual
+        return x, residual
 
     driver = ModelDriver(runner)
-    with patch.object(runner, "forward", noted):
+    with patch.object(runner, "forward", noted), patch.object(runner.graphs, "most", 0):
         driver.run([driver.add(row, 1, slot) for slot, row in enumerate(ids.tolist())], chunk)
     return torch.cat(parts, 1)
 

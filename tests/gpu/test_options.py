@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.kernels.sampling.sampling_case import drawn
 from tests.support.checkpoints import make_config, prompts, save_model
 from tests.support.model_driver import DrivenSequence, ModelDriver, load
 
@@ -140,20 +141,19 @@ def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
         asked.append(params(BASES[base] | change(bases(base)[row % len(ASKED)].output), row))
     assert len(asked) > LOGPROB_CHUNK
     same: list[bool] = []
-    drawn: dict[tuple[int, int], tuple[int, float]] = {}  # by slot and position
+    by_place: dict[tuple[int, int], tuple[int, float]] = {}  # by slot and position
 
-    def both(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+    def both(logits: torch.Tensor, rows: SamplingRows) -> None:
         assert logits.dtype == getattr(torch, dtype)
         raw = logits.float().log_softmax(-1)
-        want, faults = sampling.sample(logits.clone(), copy.deepcopy(rows))
-        got = ops_sample(logits, rows)
-        assert torch.equal(got[1], faults) and not faults.any()
+        want, faults = drawn(sampling.sample, logits.clone(), copy.deepcopy(rows))
+        got, got_faults = drawn(ops_sample, logits, rows)
+        assert torch.equal(got_faults, faults) and not faults.any()
         real = rows.slots >= 0
-        same.extend((got[0] == want)[real].tolist())
-        own = raw.gather(1, got[0].clamp(min=0).long()[:, None])[:, 0]
+        same.extend((got == want)[real].tolist())
+        own = raw.gather(1, got.clamp(min=0).long()[:, None])[:, 0]
         places = zip(rows.slots[real].tolist(), rows.positions[real].tolist(), strict=True)
-        drawn.update(zip(places, zip(got[0][real].tolist(), own[real].tolist(), strict=True), strict=True))
-        return got
+        by_place.update(zip(places, zip(got[real].tolist(), own[real].tolist(), strict=True), strict=True))
 
     ops_sample = ops.sample
     monkeypatch.setattr(ops, "sample", both)
@@ -161,7 +161,7 @@ def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
     assert len(same) == TOKENS * len(asked) and np.mean(same) > 0.98
     for slot, sequence in enumerate(sequences):
         for i, (token, report) in enumerate(zip(sequence.output, sequence.logprobs, strict=True)):
-            there, logprob = drawn[slot, sequence.num_prompt + i]
+            there, logprob = by_place[slot, sequence.num_prompt + i]
             assert there == token == report.token_ids[0, 0]
             assert report.token_ids.shape == (1, 1 + (sequence.params.logprobs or 0))
             np.testing.assert_allclose(report.logprobs[0, 0], logprob, atol=1e-5)

@@ -46,12 +46,20 @@ def use_small_ring(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ring = uploads.Uploads(runner.device)
     for owner in (runner.state, runner.state.input, runner.state.sampling):
         monkeypatch.setattr(owner, "uploads", ring)
-    monkeypatch.setattr(runner.state.input, "room", 8)
+    monkeypatch.setattr(runner.state.input, "room", 8)  # changes
 
 
+def without_graphs(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner.graphs.clear()
+    monkeypatch.setattr(runner.graphs, "most", 0)
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_launch_waits_for_nothing(runner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_waits_for_nothing(runner: Any, name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps are launched while the device sleeps, and what the host brings arrives before it is read."""
+    if not graphs:
+        without_graphs(runner, monkeypatch)
     monkeypatch.setattr(step_extras, "LOGPROB_CHUNK", 8)  # 20 rows with logprobs: three parts
     driver = ModelDriver(runner)
     with recorded(runner) as steps:  # which also takes from the device what the allocator has not got yet
@@ -105,6 +113,7 @@ def test_two_steps_of_a_deep_model_are_launched_while_the_device_sleeps(tmp_path
 def test_a_step_out_of_memory_waits_for_those_in_flight(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are dropped and their slots given away: what is brought for the next owners must come behind them."""
     driver = ModelDriver(runner)
+    without_graphs(runner, monkeypatch)
     with recorded(runner) as steps:
         driver.run(several(4)(driver))
     (first, _), (second, _), _ = steps
@@ -141,6 +150,7 @@ def no_waiting(runner: Any) -> Iterator[None]:
 
 def test_the_debug_mode_sees_a_wait(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = ModelDriver(runner)
+    without_graphs(runner, monkeypatch)
     [sequence] = several(1)(driver)
     driver.step([sequence])
     forward = runner.model.forward

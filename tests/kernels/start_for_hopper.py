@@ -20,6 +20,7 @@ from tests.support.every_request import every_request
 from tests.support.model_driver import load
 
 from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.execution.step_shape import Buckets
 from wavecore.engine_core.models import decoder
 from wavecore.engine_core.startup.warm_up import warm_up
 from wavecore.kernels import ops
@@ -38,7 +39,7 @@ def main(folder: Path) -> None:
         operation.replace(operation.kernel)
     decoder.linear = lambda x, weight, _bias=None: x.new_zeros(len(x), len(weight))
     torch.empty = torch.zeros  # type: ignore[assignment]
-    runner.bucket_limits = (TOKENS, ROWS)
+    runner.buckets = Buckets(TOKENS, ROWS)
     warm_up(runner, EngineConfig(model=str(model), device="cpu", **limits))
     found = {"warm-up": [name.rsplit(".", 1)[-1] for name in compiled]}
     for kind, run in every_request(runner, ROWS, TOKENS):

@@ -120,3 +120,12 @@ def test_copy_blocks() -> None:
     assert torch.equal(kv_cache, want)
     layers.copy_blocks(kv_cache, torch.empty(0, 2, dtype=torch.int32))
     assert torch.equal(kv_cache, want)
+
+
+def test_changes_of_the_block_table() -> None:
+    """Two of three count."""
+    table = torch.arange(15, dtype=torch.int32).view(3, 5)
+    want = table.clone()
+    want[0, 3], want[2, 1] = 70, 80
+    layers.update_block_table(table, torch.tensor([2, 0, 3, 70, 2, 1, 80, 1, 1, 90], dtype=torch.int32))
+    assert torch.equal(table, want)

@@ -9,7 +9,7 @@ import numpy as np
 from tests.support.model_driver import ModelDriver
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.startup.warm_up import buckets
+from wavecore.engine_core.execution.step_shape import Buckets
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -60,7 +60,8 @@ def every_request(runner: Any, rows: int, tokens: int) -> Iterator[tuple[str, Ca
     for name, options in OPTIONS.items():
         yield name, lambda options=options: run(3, 3, **options)
         yield f"{name}, all rows", lambda options=options: run(min(rows, tokens // 24), 2, **options)
-    counts = sorted({*range(1, 41), *buckets(rows), *(size - 1 for size in buckets(rows))} & {*range(1, rows + 1)})
+    sizes = Buckets(tokens, rows).rows
+    counts = sorted({*range(1, 41), *sizes, *(size - 1 for size in sizes)} & {*range(1, rows + 1)})
     yield "any number of rows", lambda: [run(count, 3, 1) for count in counts]
     longest = min(tokens, runner.info.max_model_len - 3)
     lengths = [n for n in (*range(2, 34), 63, 64, 65, 127, 128, 129, 255, 256, longest) if n <= longest]

@@ -53,6 +53,8 @@ class DrivenSequence:
 
 
 class ModelDriver:
+    """Drives a runner by hand, one step after the other; between two of them a CUDA graph is captured."""
+
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.next_block = 1
@@ -121,7 +123,11 @@ class ModelDriver:
     def _run(self, plan: StepPlan) -> StepResult:
         after = self.step_id - 1 if self.after is None else self.after
         self.step_id += 1
-        return self.runner.launch(replace(plan, after=after)).wait()
+        result = self.runner.launch(replace(plan, after=after)).wait()
+        if self.runner.wants_capture(1):  # on a GPU: what follows runs from graphs, as far as there are any
+            self.runner.launch(StepPlan(self.step_id, *NO_ROWS, captures=True)).wait()
+            self.step_id += 1
+        return result
 
     def run(
         self,

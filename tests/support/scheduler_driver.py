@@ -26,6 +26,10 @@ class PoisoningRunner(ScriptedRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.swapped_out: list[int] = []
+        self.uses, self.captures = 0, 0  # of a part without a graph; graphs made
+
+    def wants_capture(self, uses: int) -> bool:
+        return self.uses >= uses
 
     def launch(self, plan: StepPlan) -> Any:
         for events in (plan.swap_out, plan.swap_in, plan.copies):
@@ -35,7 +39,10 @@ class PoisoningRunner(ScriptedRunner):
         assert len(set(places)) == len(places), "one step writes an entry of the block table twice"
         assert len(set(plan.slots.tolist())) == plan.num_rows and (plan.query_lens > 0).all()
         assert np.diff(plan.query_lens > 1, prepend=False).sum() <= 1, "rows with one query token come first"
-        assert plan.num_rows or len(plan.swap_out) or len(plan.swap_in), "a plan of nothing"
+        assert plan.num_rows or len(plan.swap_out) or len(plan.swap_in) or plan.captures, "a plan of nothing"
+        if plan.captures:
+            assert not self.queue and not plan.num_rows, "a graph is captured while nothing else runs"
+            self.uses, self.captures = 0, self.captures + 1
         assert plan.after < plan.step_id
         self.swapped_out += plan.swap_out[:, 0].tolist()
         pending = super().launch(plan)

@@ -15,6 +15,7 @@ from wavecore.transport.errors import ProtocolError, ValidationError
 
 MAX_DEPTH = 16
 MAX_TEXT = 1 << 20
+MAX_NUMBERS = 1 << 10
 MAX_TOKEN_ID = (1 << 31) - 1
 LEAST, MOST = -(1 << 63), (1 << 64) - 1  # of the whole numbers that msgpack can carry
 
@@ -90,6 +91,9 @@ class Checker:
             count = -1
         found = f"{count} entries" if count >= 0 else shown(values)
         raise self.error(name, f"must be a list of at most {limit} entries, not {found}")
+
+    def numbers(self, name: str, values: Any, low: int, high: int) -> list[int]:
+        return [self.whole(name, value, low, high) for value in self.entries(name, values, MAX_NUMBERS)]
 
     def texts(self, name: str, values: Any, limit: int, longest: int) -> tuple[str, ...]:
         found = self.entries(name, values, limit)

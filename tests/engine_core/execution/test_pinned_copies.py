@@ -12,7 +12,7 @@ from tests.engine_core.execution.late_copies import LateDevice
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution.pinned_copies import DEPTH, CopyIn, CopyOut
 from wavecore.engine_core.execution.step_input import StepInput
-from wavecore.engine_core.execution.step_shape import MAX_BUCKET, StepShape
+from wavecore.engine_core.execution.step_shape import MAX_BUCKET, Bucket, Buckets, StepShape
 from wavecore.engine_core.execution.uploads import Uploads
 from wavecore.engine_core.plan import NewRequest, StepPlan
 
@@ -27,24 +27,24 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
 
 def test_the_vector_in_is_safe_with_two_steps_in_flight(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     device.step_copies(monkeypatch)
-    copy_in = CopyIn(8, CPU)
+    copy_in = CopyIn((5, 1, 2), CPU)
     address = copy_in.target.data_ptr()
     for step in range(3 * DEPTH):
         copy_in.room()[:] = step
-        copy_in.send(slice(0, 5), slice(6, None))
+        copy_in.send(2)
         if step >= 2:  # the device comes to the step before the last one
             device.run(2 * (step - 1))
-            assert copy_in.target.tolist() == [step - 2] * 5 + [0] + [step - 2] * 2
+            assert copy_in.target.tolist() == [step - 2] * 6 + [0] * 2
     assert device.waits == 0
     assert copy_in.target.data_ptr() == address
 
 
 def test_with_more_steps_in_flight_the_host_waits(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     device.step_copies(monkeypatch)
-    copy_in = CopyIn(4, CPU)
+    copy_in = CopyIn((4,), CPU)
     for step in range(DEPTH + 1):
         copy_in.room()[:] = step
-        copy_in.send(slice(None))
+        copy_in.send(1)
     assert device.waits == 1 and device.done == 1
     assert copy_in.target.tolist() == [0] * 4
 
@@ -142,13 +142,13 @@ def test_rows_lie_at_the_same_place_whatever_the_step_before() -> None:
     step_input = StepInput(16, 0, CPU, Uploads(CPU))
     big = StepShape(plan(list(range(16)), [3] * 16), None)
     small = plan([2, 7, 5], [1, 1, 4], samples=[1, 1, 0])
-    shape = StepShape(small, (64, 16))
-    padded = StepShape(plan(list(range(9)), [1] * 9), (64, 10))
-    assert (padded.bucket_rows, padded.bucket_tokens) == (9, 9)
+    shape = StepShape(small, None)
+    padded = StepShape(plan(list(range(9)), [1] * 9), Buckets(64, 10))
+    assert padded.bucket == Bucket(9, 9, 9, 1)
     for before in (big, padded):
         step_input.bring(before, np.arange(16, dtype=np.int32)[: before.plan.num_rows], columns)
         step_input.bring(shape, np.array([1], np.int32), columns)
-        rows = step_input.rows(shape.bucket_rows)
+        rows = step_input.rows(shape.bucket.rows)
         assert rows.slots.tolist() == [2, 7, 5]
         assert rows.starts.tolist() == [20, 70, 50]
         assert rows.query_start.tolist() == [0, 1, 2, 6]
@@ -172,13 +172,13 @@ def test_a_step_is_one_copy_and_one_more_where_a_slot_begins(
     step_input = StepInput(16, 32, CPU, Uploads(CPU))
     columns, table = np.arange(1, 33, dtype=np.int32), [(i, i, i) for i in range(entries)]
     steady = plan([5, 2, 7], [1, 1, 1], table=table)
-    shape = StepShape(steady, (64, 16))
+    shape = StepShape(steady, Buckets(64, 16))
     step_input.bring(shape, np.array([1], np.int32), columns)
     [(target, _)] = device.queue
     assert target.is_contiguous() and target.data_ptr() == step_input.copy.target.data_ptr()
-    assert len(target) == step_input.changes_at + 3 * entries
+    assert len(target) == step_input.columns_at
     begins = NewRequest(5, np.zeros(3, np.int32), 3, SamplingParams())
-    step_input.bring(StepShape(replace(steady, new_requests=(begins,)), (64, 16)), NONE, columns)
+    step_input.bring(StepShape(replace(steady, new_requests=(begins,)), Buckets(64, 16)), NONE, columns)
     _, (again, _), (brought, _) = device.queue
     assert again.shape == target.shape and again.data_ptr() == target.data_ptr()
     assert brought.data_ptr() == step_input.columns.data_ptr() and len(brought) == 32
@@ -190,10 +190,10 @@ def test_a_step_is_one_copy_and_one_more_where_a_slot_begins(
 def test_padding_of_rows_and_tokens() -> None:
     step_input = StepInput(64, 0, CPU, Uploads(CPU))
     lens = [1] * 17 + [2]
-    shape = StepShape(plan(list(range(18)), lens), (4096, 64))
-    assert (shape.bucket_rows, shape.bucket_tokens, shape.max_query_len) == (18, 20, 2)
-    shape = StepShape(plan(list(range(33)), [1] * 33), (4096, 64))
-    assert (shape.bucket_rows, shape.bucket_tokens) == (36, 36)
+    shape = StepShape(plan(list(range(18)), lens), Buckets(4096, 64))
+    assert shape.bucket == Bucket(tokens=20, rows=64, num_decode_rows=64, max_query_len=20)
+    shape = StepShape(plan(list(range(33)), [1] * 33), Buckets(4096, 64))
+    assert shape.bucket == Bucket(tokens=36, rows=36, num_decode_rows=36, max_query_len=1)
     step_input.bring(shape, NONE, NONE)
     rows = step_input.rows(36)
     assert rows.slots.tolist() == [*range(33), -1, -1, -1]
@@ -204,11 +204,57 @@ def test_padding_of_rows_and_tokens() -> None:
 
 def test_rows_of_a_large_step_are_padded_and_its_tokens_are_not() -> None:
     """The last product of a step has a row for each row: it must not meet a new shape with each large step."""
-    shape = StepShape(plan(list(range(35)), [100] * 35), (8192, 64))
-    assert shape.num_tokens > MAX_BUCKET
-    assert (shape.bucket_rows, shape.bucket_tokens) == (36, 3500)
-    decode = StepShape(plan(list(range(2500)), [1] * 2500), (8192, 4096))
-    assert decode.bucket_rows == decode.bucket_tokens == 2560
+    shape = StepShape(plan(list(range(35)), [100] * 35), Buckets(8192, 64))
+    assert shape.num_tokens > MAX_BUCKET and not shape.has_graph
+    assert shape.bucket == Bucket(3500, 36, 0, 100), "without padding the numbers are the step's own"
+    decode = StepShape(plan(list(range(2500)), [1] * 2500), Buckets(8192, 4096))
+    assert decode.bucket == Bucket(2560, 2560, 2560, 1) and decode.has_graph
+
+
+def test_a_bucket_tells_nothing_of_the_step_but_its_size() -> None:
+    """A graph is captured from one step and replayed for others: prompts alone, and with decode rows."""
+    buckets = Buckets(4096, 64)
+    prompts = StepShape(plan([0, 1], [9, 8]), buckets)
+    mixed = StepShape(plan([0, 1, 2], [1, 1, 16]), buckets)
+    assert prompts.bucket == mixed.bucket == Bucket(18, 4, 4, 18) and prompts.has_graph
+    decode = StepShape(plan(list(range(18)), [1] * 18), buckets)
+    assert decode.bucket == Bucket(18, 18, 18, 1) and decode.has_graph
+
+
+def test_few_sizes_have_graphs() -> None:
+    for seqs in (1, 3, 64, 256, 1000):
+        buckets = Buckets(8192, seqs)
+        decode = [bucket for bucket in buckets.graphs if bucket.max_query_len == 1]
+        assert {bucket.rows for bucket in decode} == set(buckets.rows) and max(buckets.rows) == seqs
+        mixed = buckets.graphs - set(decode)
+        assert max(bucket.tokens for bucket in mixed) == MAX_BUCKET
+        assert len({bucket.rows for bucket in mixed}) <= 4
+
+
+@pytest.mark.parametrize("sizes", [[16, 4, 64], [300], []])
+def test_given_sizes_are_those_of_graphs_and_larger_steps_are_padded_as_ever(sizes: list[int]) -> None:
+    buckets = Buckets(512, 200, sizes)
+    for rows in range(1, 201):
+        shape = StepShape(plan(list(range(rows)), [1] * rows), buckets)
+        fitting = min((min(size, 200) for size in sizes if size >= rows), default=0)
+        assert shape.has_graph == (fitting > 0)
+        assert shape.bucket.rows == fitting if fitting else shape.bucket.rows in Buckets(512, 200).rows
+    for tokens in (3, 63, 65, 301):
+        shape = StepShape(plan([0, 1], [1, tokens - 1]), buckets)
+        assert shape.has_graph == any(size >= tokens for size in sizes)
+        assert tokens <= shape.bucket.tokens <= 512
+
+
+def test_a_dummy_step_is_padding_in_the_bucket_of_its_rows() -> None:
+    step_input = StepInput(16, 0, CPU, Uploads(CPU))
+    step_input.bring(StepShape(plan([3, 4], [1, 7], table=[(3, 1, 9)]), None), NONE, NONE)
+    dummy = plan([-1] * 3, [1, 1, 5])
+    shape = StepShape(dummy, Buckets(64, 16))
+    assert dummy.is_dummy and shape.bucket == StepShape(plan([0, 1, 2], [1, 1, 5]), Buckets(64, 16)).bucket
+    step_input.bring(shape, NONE, NONE)
+    rows = step_input.rows(shape.bucket.rows)
+    assert set(rows.slots.tolist()) == set(rows.sample_slots.tolist()) == {-1}
+    assert not rows.query_start.any() and not step_input.changes[0]
 
 
 @pytest.mark.parametrize("entries", [0, 3, 4000])
@@ -217,7 +263,11 @@ def test_changes_fit_the_vector_or_come_apart(entries: int) -> None:
     step_input.columns.fill_(5)
     table = np.random.default_rng(1).integers(0, 1 << 20, (entries, 3)).astype(np.int32)
     changed = plan([0], [1], table=table)
-    assert (3 * entries > step_input.room) == (entries == 4000)
-    changes = step_input.bring(StepShape(changed, None), NONE, step_input.columns.numpy())
-    assert (changes.numpy() == table.T).all()
+    assert (entries > step_input.room) == (entries == 4000)
+    apart = step_input.bring(StepShape(changed, None), NONE, step_input.columns.numpy())
+    assert (apart is not None) == (entries == 4000)
+    changes = step_input.changes if apart is None else apart
+    assert changes[0] == entries
+    assert (changes[1 : 1 + 3 * entries].view(-1, 3).numpy() == table).all()
+    assert apart is None or step_input.changes[0] == 0
     assert step_input.columns.tolist() == [5] * 4

@@ -15,7 +15,7 @@ from tests.support.model_engine import ModelEngine
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution.block_copies import _runs
-from wavecore.engine_core.execution.step_shape import bucket
+from wavecore.engine_core.execution.step_shape import Buckets, bucket
 from wavecore.engine_core.models.decoder import Decoder
 from wavecore.transport.errors import ConfigError
 
@@ -129,7 +129,7 @@ def test_padding_never_reaches_the_null_block(tiny_llama: Path) -> None:
 def test_padded_steps_give_the_same_tokens(tiny_llama: Path, expected: list[list[int]]) -> None:
     """Buckets are for CUDA; here a CPU runs them, with chunks, preemption and logprobs."""
     engine = ModelEngine(tiny_llama, max_num_batched_tokens=19, max_num_seqs=11, num_gpu_blocks_override=30)
-    engine.runner.bucket_limits = (19, 11)  # type: ignore[attr-defined]
+    engine.runner.buckets = Buckets(19, 11)  # type: ignore[attr-defined]
     assert engine.generate(PROMPTS, replace(GREEDY, logprobs=2)) == expected
     assert not torch.count_nonzero(engine.runner.kv_cache[0])  # type: ignore[attr-defined]
     assert all(len(out.logprobs) == 12 for out in engine.outputs.values())

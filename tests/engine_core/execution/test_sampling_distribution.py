@@ -76,8 +76,9 @@ def test_draws_follow_the_exact_distribution(names: tuple[str, ...]) -> None:
         state.count(new)
         draws = total // 5
         positions = torch.arange(draws, dtype=torch.int32) + 10 + chunk * draws
-        rows = state.rows(torch.zeros(draws, dtype=torch.int32), positions, truncates=truncates, edits=edits)
-        tokens, faults = ops.sample(torch.from_numpy(np.tile(logits, (draws, 1))), rows)
+        slots, tokens, faults = torch.zeros((3, draws), dtype=torch.int32)
+        rows = state.rows(truncates, edits, slots=slots, positions=positions, tokens=tokens, faults=faults)
+        ops.sample(torch.from_numpy(np.tile(logits, (draws, 1))), rows)
         assert not faults.any()
         counted.append(np.bincount(tokens.numpy(), minlength=VOCAB))
     seen = np.sum(counted, axis=0)

@@ -159,14 +159,12 @@ def start(gpu: Gpu, model: ModelSpec, config: EngineConfig, noise: int = 0, crow
             device.use(gpu.activations(model, config) + noise)
             device.others += crowd
 
-        def graph_bytes(_runner: Any, config: EngineConfig) -> int:
+        def reserve_graphs() -> int:
             graphs = gpu.activations(model, replace(config, max_num_batched_tokens=config.max_num_seqs))
-            device.use(graphs)
+            device.take(graphs)
             return graphs
 
         patch.setattr(kv_cache_size, "warm_up", warm_up)
-        patch.setattr(kv_cache_size, "graph_bytes", graph_bytes)
-        patch.setattr(kv_cache_size, "largest_graph", lambda _runner, config: config)
         measure = kv_cache_size.measure
 
         def before_the_crowd(*args: Any) -> tuple[MemoryBudget, str]:
@@ -183,6 +181,7 @@ def start(gpu: Gpu, model: ModelSpec, config: EngineConfig, noise: int = 0, crow
         with refused("the tables of all requests do not fit into memory", LOWER):
             device.take(gpu.tables(model, config, length))
         runner = Runner(device, model, length, block_size, config.dtype)
+        runner.reserve_graphs = reserve_graphs
         allocate_kv_cache(runner, config)  # type: ignore[arg-type]
         return runner
 
@@ -215,15 +214,13 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
             if error is not None:
                 raise error
 
-        def graph_bytes(_runner: object, plan: object) -> int:
-            assert plan == "the largest graph"
-            device.use(3 * GIB)  # given back: no part of what steps take
-            return 100 * MIB
+        def reserve_graphs() -> int:
+            device.take(3 * GIB)  # behind the steps, and no part of what they take
+            return 3 * GIB + 100 * MIB
 
         monkeypatch.setattr(kv_cache_size, "warm_up", warm_up)
-        monkeypatch.setattr(kv_cache_size, "graph_bytes", graph_bytes)
-        monkeypatch.setattr(kv_cache_size, "largest_graph", lambda *_: "the largest graph")
         runner: Any = Runner(device, SPECS["tiny"], 4096, 16, "bfloat16")
+        runner.reserve_graphs = reserve_graphs
         return kv_cache_size.measure(runner, EngineConfig(**settings))
 
     return run
@@ -231,8 +228,9 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
 
 def test_what_is_measured(measure: Measure) -> None:
     got = measure(gpu_memory_utilization=0.8)
-    assert got == (MemoryBudget(24 * GIB, 0.8, 15 * GIB, GIB, 2 * GIB + SLACK, 100 * MIB, 3 * GIB), "")
+    assert got == (MemoryBudget(24 * GIB, 0.8, 15 * GIB, GIB, 2 * GIB + SLACK, 3 * GIB + 100 * MIB, 3 * GIB), "")
     assert measure(custom_ops={"silu_mul": "m:f"})[0].graphs == 0  # a user's kernel is not captured
+    assert measure(enforce_eager=True)[0].graphs == 0
     assert measure(num_gpu_blocks_override=9)[0].utilization == 1  # which counts for more than the share
 
 

@@ -15,9 +15,9 @@ from tests.support.model_engine import ModelEngine
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
-from wavecore.engine_core.execution.step_shape import MAX_BUCKET, StepShape, bucket
+from wavecore.engine_core.execution.step_shape import MAX_BUCKET, Buckets, StepShape, bucket
 from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, RunnerInfo, StepPlan
-from wavecore.engine_core.startup.warm_up import largest_graph, warm_up
+from wavecore.engine_core.startup.warm_up import warm_up
 
 
 class Recorder:
@@ -26,7 +26,7 @@ class Recorder:
     def __init__(self, length: int, tokens: int, seqs: int) -> None:
         self.info = RunnerInfo(2, 0, 16, length, 211, 8, (), "bfloat16", "cuda")
         self.state = SimpleNamespace(block_table=torch.zeros((seqs, 1)))
-        self.bucket_limits = tokens, seqs
+        self.buckets = Buckets(tokens, seqs)
         self.plans: list[StepPlan] = []
         self.slots: dict[int, NewRequest] = {}
 
@@ -82,36 +82,15 @@ def _has(admission: Any, option: str) -> bool:
 
 @settings(max_examples=40)
 @given(limits)
-@example((4096, 8192, 256))
-@example((4096, 4096, 4096))
-@example((16, 8192, 256))
-def test_the_largest_graph_is_that_of_all_rows_and_all_padded_tokens(sizes: tuple[int, int, int]) -> None:
-    length, tokens, seqs = sizes
-    config = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
-    plan = largest_graph(Recorder(*sizes), config)  # type: ignore[arg-type]
-    assert plan.num_rows == seqs and plan.samples.all()
-    assert plan.num_tokens == max(seqs, min(tokens, MAX_BUCKET, seqs * length))
-    assert len(plan.table) == 0 and (plan.starts + plan.query_lens <= length).all()
-    for admission in plan.new_requests:
-        params = admission.params
-        assert params.logprobs is params.prompt_logprobs is None  # no graph reports them
-        assert params.temperature and params.top_k and params.top_p < 1 and params.min_p
-        assert params.logit_bias and params.bad_words_token_ids and params.allowed_token_ids and params.min_tokens
-        assert params.repetition_penalty != 1 and params.presence_penalty and params.frequency_penalty
-    assert len(plan.new_requests) == seqs
-
-
-@settings(max_examples=40)
-@given(limits)
 @example((4200, 8192, 256))
 @example((131072, 16384, 1024))
 def test_every_padded_size_is_among_them(sizes: tuple[int, int, int]) -> None:
     """So no matrix product meets a shape while serving that it has not met."""
     length, tokens, seqs = sizes
-    shapes = [StepShape(plan, (tokens, seqs)) for plan in record(*sizes)]
-    assert {bucket(rows, seqs) for rows in range(1, seqs + 1)} <= {shape.bucket_rows for shape in shapes}
+    shapes = [StepShape(plan, Buckets(tokens, seqs)) for plan in record(*sizes)]
+    assert {bucket(rows, seqs) for rows in range(1, seqs + 1)} <= {shape.bucket.rows for shape in shapes}
     reachable = min(tokens, MAX_BUCKET, seqs * length)
-    met = {shape.bucket_tokens for shape in shapes}
+    met = {shape.bucket.tokens for shape in shapes}
     assert {bucket(count, tokens) for count in range(1, reachable + 1)} <= met | {bucket(reachable, tokens)}
     largest = sorted(size for size in met if size >= MAX_BUCKET)
     assert all(after <= 1.34 * before for before, after in pairwise(largest))
@@ -197,7 +176,7 @@ def test_warm_up_leaves_no_trace(tiny_llama: Path, sizes: tuple[int, int, int | 
     fresh, warmed = ModelEngine(tiny_llama, **limits), ModelEngine(tiny_llama, **limits)
     runner: Any = warmed.runner
     if padded:
-        runner.bucket_limits = (tokens, seqs)
+        runner.buckets = Buckets(tokens, seqs)
     warm_up(runner, EngineConfig(model=str(tiny_llama), device="cpu", **limits))
     asked = [[1, 2, 7], [2, 4], [3, 6, 7, 1]]
     for temperature in (0.0, 1.0):

@@ -216,11 +216,24 @@ def test_flags_of_vllm_are_refused_by_name() -> None:
 
 
 def test_flags_of_vllm_that_ask_for_nothing() -> None:
-    plain = ["--enforce-eager", "--no-trust-remote-code", "--quantization", "gguf", "--pipeline-parallel-size=1"]
+    plain = [
+        "--disable-custom-all-reduce",
+        "--no-trust-remote-code",
+        "--quantization",
+        "gguf",
+        "--pipeline-parallel-size=1",
+    ]
     assert parse(*plain, "--tokenizer-mode", "auto", "--max-num-seqs", "3") == EngineConfig(max_num_seqs=3)
     parser = CommandParser("generate", "", "", words=["prompt"])
     parser.option("prompt", str, "", "")
-    assert parser.parse(["--enforce-eager", "a prompt"]).prompt == "a prompt"
+    assert parser.parse(["--disable-custom-all-reduce", "a prompt"]).prompt == "a prompt"
+
+
+def test_sizes_of_graphs_are_a_list_of_numbers() -> None:
+    assert parse("--cudagraph-capture-sizes", "[1, 2, 8]", "--enforce-eager").cudagraph_capture_sizes == [1, 2, 8]
+    for wrong in ("[0]", "8", "[a]"):
+        with pytest.raises(ConfigError, match=r"cudagraph.capture.sizes"):
+            parse("--cudagraph-capture-sizes", wrong)
 
 
 def test_settings_that_cannot_work() -> None:

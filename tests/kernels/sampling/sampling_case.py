@@ -32,11 +32,18 @@ def floats(values: object, device: str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
+def drawn(sample: Callable[[Tensor, SamplingRows], None], logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """Tokens and faults, int32 [R]."""
+    rows.tokens.fill_(77)
+    rows.faults.fill_(77)
+    sample(logits, rows)
+    return rows.tokens, rows.faults
+
+
 def same(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Both draw alike, and leave the same logits, tokens and counts behind."""
     twin_logits, twin_rows = logits.clone(), copy.deepcopy(rows)
-    want = sampling.sample(twin_logits, twin_rows)
-    got = sample(logits, rows)
+    want, got = drawn(sampling.sample, twin_logits, twin_rows), drawn(sample, logits, rows)
     assert torch.equal(got[1], want[1])
     good = want[1] == 0  # the token of a faulty row means nothing
     assert torch.equal(got[0][good], want[0][good])

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from tests.kernels.sampling.sampling_case import INF, floats, ints
+from tests.kernels.sampling.sampling_case import INF, drawn, floats, ints
 from torch import Tensor
 
 from wavecore.kernels.examples import sampling_rows
-from wavecore.kernels.reference.sampling import gumbel, sample
+from wavecore.kernels.reference import sampling
+from wavecore.kernels.reference.sampling import gumbel
 from wavecore.kernels.sampling.rows import NO_LIMIT, SEEN_IN_PROMPT
 
 VOCAB = 24
 DRAWS = 50_000
+sample = partial(drawn, sampling.sample)
 
 
 def exact(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:

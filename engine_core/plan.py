@@ -169,7 +169,7 @@ class RunnerInfo:
         max_model_len: longest sequence, prompt and output.
         vocab_size: rows of the LM head; every token id is below it.
         hidden_size: values of an embedding.
-        eos_token_ids: from generation_config, else config.
+        eos_token_ids: all tokens that end a text, as the model's files and its tokenizer's say.
         dtype, device: torch's names of them, "bfloat16" and "cuda:0".
         swap_block_seconds: measured time to copy one KV block to the host, or back.
         token_seconds: rather more than computing a prompt token takes, before any step was measured; 0 for very little.

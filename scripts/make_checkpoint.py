@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from wavecore.engine_core.models.families import from_config
-from wavecore.engine_core.models.weights import hf_parts
+from wavecore.engine_core.models.weights import parts_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 SHARD_BYTES = 1 << 30
@@ -104,7 +104,7 @@ def make(name: str, out: Path, dtype: str = "bfloat16", seed: int = 0, shard_byt
     """
     config = {**CONFIGS[name], "torch_dtype": dtype}
     spec = from_config(config, out / "config.json")
-    shapes = {tensor: part.shape for tensor, part in hf_parts(spec).items()}
+    shapes = {tensor: part.shape for tensor, part in parts_of(spec, "hf").items()}
     size = DTYPES[dtype][0].itemsize
     parts = shards(shapes, size, shard_bytes)
     files = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]

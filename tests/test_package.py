@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from documents import ALIASES, ROOT, package_files
 
-DATA = ["__init__.pyi", "py.typed", "frontend/compat.json"]
+DATA = [
+    "__init__.pyi",
+    "py.typed",
+    "engine_core/api/llama_cpp.json",
+    "engine_core/models/families.json",
+    "engine_core/models/other_forms.json",
+    "engine_core/models/tensor_names.json",
+    "frontend/compat.json",
+]
 IMPORT_ALL = """
 import importlib, sys
 for name in sys.argv[1:]:

@@ -38,7 +38,7 @@ class EngineConfig:
         dtype: "auto" takes the checkpoint's on a GPU and float32 on a CPU.
         device: "auto", "cpu", "cuda" or "cuda:N".
         seed: base of random seeds for requests without one; None draws entropy.
-        max_model_len: longest sequence, prompt and output together; None takes the model's.
+        max_model_len: longest sequence, prompt and output together; None takes the model's, of LongRoPE the original.
         max_num_seqs: requests that run at once (rows of the batch).
         max_num_batched_tokens: token budget of one step. On a CPU steps take less of it: about a second of work.
         max_inter_token_ms: target for the gap between two tokens of a request. A step with decoding rows holds only as

@@ -7,6 +7,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Knows no torc
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import struct
@@ -19,12 +20,18 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from wavecore.engine_core.api.model_files import unreadable
 from wavecore.transport.errors import ModelError, NotSupportedError
+from wavecore.transport.wire.checks import shown
 
 MAX_DIMS = 4
 MAX_DEPTH = 2
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+# What llama.cpp (https://github.com/ggml-org/llama.cpp, llama-vocab.cpp) knows of vocabularies beyond the metadata:
+# which tokens end a generation (without the texts of gpt-oss and Gemma 4, which contradict others), by which patterns,
+# one after the other, a pre-tokenizer cuts a text, and with which a word that is a whole token needs no merges.
+LLAMA_CPP: dict[str, Any] = json.loads(Path(__file__).with_name("llama_cpp.json").read_text("utf-8"))
 SUPPORTED = frozenset(
     GGMLQuantizationType[name]
     for name in ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
@@ -72,15 +79,20 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises:
         ModelError: naming the file: not GGUF, truncated, or a number in it that cannot be true.
-        NotSupportedError: a tensor type outside `SUPPORTED`, or a file of another byte order or version.
+        NotSupportedError: one part of a model, a tensor type outside `SUPPORTED`, or another byte order or version.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Header(path, data).parse()
+            found = _Header(path, data).parse()
     except (OSError, ValueError) as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"{path} cannot be read as GGUF: {error}; download it again") from error
+        raise unreadable(path, error) from error
+    if (count := found.metadata.get("split.count", 1)) not in (0, 1):
+        raise NotSupportedError(
+            f"{path} is one part of {shown(count)}: join them first, `llama-gguf-split --merge FIRST_PART OUT.gguf`"
+        )
+    return found
 
 
 class _Header:
@@ -92,7 +104,7 @@ class _Header:
 
     def parse(self) -> GgufFile:
         if self.data[:4] != b"GGUF":
-            raise self.broken("it does not begin with GGUF")
+            raise unreadable(self.path, "it does not begin with GGUF")
         self.at = 4
         version = self.scalar("I")
         if version not in (2, 3):

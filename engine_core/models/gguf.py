@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gguf import GGMLQuantizationType
 
-from wavecore.engine_core.api.gguf_file import GgufFile
+from wavecore.engine_core.api.gguf_file import LLAMA_CPP, GgufFile
 from wavecore.engine_core.models.spec import MAX_LAYERS, Fields, ModelSpec, Rope, checked
 from wavecore.transport.errors import ModelError, NotSupportedError
 
@@ -34,6 +34,7 @@ def from_gguf(file: GgufFile) -> ModelSpec:
     heads, hidden = read.whole("attention.head_count"), read.whole("embedding_length")
     layers = read.whole("block_count", high=MAX_LAYERS)
     head_dim = read.whole("attention.key_length", hidden // heads)
+    rope = _rope(file, read, head_dim)
     spec = ModelSpec(
         architecture=ARCHITECTURES[arch],
         vocab_size=embed.shape[0],
@@ -43,11 +44,11 @@ def from_gguf(file: GgufFile) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=read.whole("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_model_len=read.whole("context_length"),
+        max_model_len=rope.reach,
         rms_norm_eps=read.real("attention.layer_norm_rms_epsilon", 1e-6),
         tied="output.weight" not in file.tensors,
         windows=(0,) * layers,
-        ropes=(_rope(file, read, head_dim),),
+        ropes=(rope,),
         rope_of_layer=(0,) * layers,
         scale=head_dim**-0.5,
         qkv_bias=arch == "qwen2",
@@ -57,10 +58,18 @@ def from_gguf(file: GgufFile) -> ModelSpec:
     return checked(spec, file.path)
 
 
-def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """End of sequence and, where the file names one, end of turn."""
-    ids = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    return tuple(dict.fromkeys(i for i in ids if type(i) is int))
+def end_token_ids(file: GgufFile) -> list[int]:
+    """The tokens that the metadata names as an end of the text, and added ones whose text says so.
+
+    Converters seldom name more than one, so llama.cpp knows the others by their texts. It takes tokens of any type; a
+    normal one may well be text, so only control and user-defined ones (types 3 and 4) count here.
+    """
+    named = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in LLAMA_CPP["end_keys"]]
+    tokens, types = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if isinstance(tokens, list) and isinstance(types, list):
+        pairs = enumerate(zip(tokens, types, strict=False))
+        named += [i for i, (text, kind) in pairs if kind in (3, 4) and text in LLAMA_CPP["end_texts"]]
+    return [i for i in named if type(i) is int]
 
 
 def _rope(file: GgufFile, read: Fields, head_dim: int) -> Rope:
@@ -71,10 +80,11 @@ def _rope(file: GgufFile, read: Fields, head_dim: int) -> Rope:
         dim=read.whole("rope.dimension_count", head_dim),
         kind="default" if kind == "none" else kind,
         settings={
-            "factor": read.real("rope.scaling.factor", 1.0),
+            "factor": read.real("rope.scaling.factor", 1.0, above_zero=True),
             "original_max_position_embeddings": read.whole("rope.scaling.original_context_length", length),
             "max_position_embeddings": length,
         },
+        path=file.path,
     )
     if rope.kind not in ("default", "linear", "yarn"):
         raise NotSupportedError(f"{file.path}: rope scaling {kind!r:.40}; supported are none, linear and yarn")

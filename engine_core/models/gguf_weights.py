@@ -13,7 +13,7 @@ import torch
 from wavecore.engine_core.api.gguf_file import GgufFile, GgufTensor
 from wavecore.engine_core.models.gguf import ROPE_FACTORS
 from wavecore.engine_core.models.spec import ModelSpec
-from wavecore.engine_core.models.weights import Part, Placed, Stored, parts_by_name, placed
+from wavecore.engine_core.models.weights import Placed, Stored, parts_of, placed
 
 
 def open_gguf(file: GgufFile, spec: ModelSpec) -> Placed:
@@ -27,21 +27,7 @@ def open_gguf(file: GgufFile, spec: ModelSpec) -> Placed:
         for name, tensor in file.tensors.items()
         if name != ROPE_FACTORS
     )
-    return placed(stored, gguf_parts(spec), spec, file.path)
-
-
-def gguf_parts(spec: ModelSpec) -> dict[str, Part]:
-    """Every tensor name of a GGUF file and where it goes."""
-    norms = {"input_norm": "attn_norm", "mlp_norm": "ffn_norm"}
-    norms |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"} if spec.qk_norm else {}
-    linears = {
-        "qkv": ("attn_q", "attn_k", "attn_v"),
-        "o": ("attn_output",),
-        "gate_up": ("ffn_gate", "ffn_up"),
-        "down": ("ffn_down",),
-    }
-    outer = {"embed": "token_embd.weight", "norm": "output_norm.weight", "lm_head": "output.weight"}
-    return parts_by_name(spec, outer, "blk.{}.", norms, linears)
+    return placed(stored, parts_of(spec, "gguf"), spec, file.path)
 
 
 def _read(file: GgufFile, tensor: GgufTensor, spec: ModelSpec) -> torch.Tensor:

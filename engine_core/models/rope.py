@@ -29,10 +29,10 @@ def cos_sin_table(rope: Rope, length: int, device: torch.device) -> torch.Tensor
         inverse, factor = _inverse_frequencies(rope, length)
     except (KeyError, TypeError, ArithmeticError, ValueError, RuntimeError) as error:
         raise ModelError(
-            f"config.json: rope settings of type {rope.kind} are incomplete or wrong: {error!r}"
+            f"{rope.path}: rope settings of type {rope.kind} are incomplete or wrong: {error!r}"
         ) from error
     if not inverse.isfinite().all() or inverse.shape[-1] != rope.dim // 2:
-        raise ModelError(f"config.json: rope settings of type {rope.kind} give no finite frequencies: {rope.settings}")
+        raise ModelError(f"{rope.path}: rope settings of type {rope.kind} give no finite frequencies: {rope.settings}")
     angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * factor).to(device)
 

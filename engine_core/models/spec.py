@@ -30,12 +30,21 @@ class Rope:
         dim: rotated dimensions of a head.
         kind: "default", "linear", "dynamic", "llama3", "yarn", "longrope" or "factors" (a divisor per frequency).
         settings: the numbers that the kind needs, as config.json names them.
+        path: of the file that gives them, for messages.
     """
 
     theta: float
     dim: int
     kind: str = "default"
     settings: Mapping[str, Any]
+    path: Path = Path()
+
+    @property
+    def reach(self) -> int:
+        """The most positions: some kinds stretch a length by a factor, the others name what they reach."""
+        stretched = "original_max_position_embeddings" if self.kind == "yarn" else "max_position_embeddings"
+        factor = self.settings["factor"] if self.kind in ("yarn", "linear", "dynamic") else 1
+        return int(self.settings[stretched] * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +139,7 @@ class Fields:
     def whole(self, name: str, default: int | None = None, low: int = 1, high: int = 1 << 28) -> int:
         return self._check.whole(name, self._value(name, default), low, high)
 
-    def real(self, name: str, default: float, above_zero: bool = False) -> float:
+    def real(self, name: str, default: float | None = None, above_zero: bool = False) -> float:
         return self._check.real(name, self._value(name, default), 0.0, 1e12, above=above_zero)
 
     def _value(self, name: str, default: float | None) -> Any:

@@ -5,6 +5,7 @@ Separate q, k, v (and gate, up) tensors land in one fused parameter each, so tha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from wavecore.engine_core.api.model_files import unreadable
 from wavecore.engine_core.models.families import FAMILIES
 from wavecore.engine_core.models.files import Progress, weight_files
 from wavecore.engine_core.models.spec import ModelSpec
@@ -22,6 +24,7 @@ from wavecore.transport.errors import ModelError, WavecoreError
 
 Parameters = dict[str, torch.Tensor]
 
+TENSOR_NAMES = json.loads(Path(__file__).with_name("tensor_names.json").read_text("utf-8"))
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -61,11 +64,11 @@ def open_folder(folder: Path, spec: ModelSpec, device: torch.device) -> Iterator
             stored: list[Stored] = []
             for path in weight_files(folder):
                 stored += _tensors(path, stack.enter_context(safe_open(path, "pt", device=str(device))), spec)
-            yield placed(stored, hf_parts(spec), spec, folder)
+            yield placed(stored, parts_of(spec, "hf"), spec, folder)
     except (SafetensorError, OSError, ValueError) as error:
         if isinstance(error, WavecoreError):
             raise
-        raise ModelError(f"{path} cannot be read as safetensors: {error}; download it again") from error
+        raise unreadable(path, error) from error
 
 
 def _tensors(path: Path, file: Any, spec: ModelSpec) -> Iterator[Stored]:
@@ -79,15 +82,15 @@ def _tensors(path: Path, file: Any, spec: ModelSpec) -> Iterator[Stored]:
         yield Stored(name, tuple(header.get_shape()), path, partial(file.get_tensor, name))
 
 
-def placed(stored: Iterable[Stored], parts: Mapping[str, Part], spec: ModelSpec, source: Path) -> Placed:
+def placed(stored: Iterable[Stored], places: Mapping[str, Part], spec: ModelSpec, source: Path) -> Placed:
     """Each tensor with its place.
 
     Raises:
         ModelError: a tensor that is missing, unknown, or of another shape.
     """
-    missing, found = dict(parts), []
+    missing, found = dict(places), []
     for tensor in stored:
-        if tensor.name not in parts:
+        if tensor.name not in places:
             raise ModelError(f"{tensor.file}: tensor {tensor.name!r:.80} has no place in this {spec.architecture}")
         part = missing.pop(tensor.name, None)
         if part is None:
@@ -112,45 +115,24 @@ def fill(tensors: Placed, spec: ModelSpec, dtype: torch.dtype, device: torch.dev
     return parameters
 
 
-def hf_parts(spec: ModelSpec) -> dict[str, Part]:
-    """Every tensor name of a Hugging Face checkpoint and where it goes."""
-    fused = FAMILIES[spec.architecture].fused
-    post, pre = ("post_attention_layernorm", "pre_feedforward_layernorm")
-    norms = {"input_norm": "input_layernorm", "mlp_norm": pre if spec.post_norms else post}
-    norms |= {"post_attn_norm": post, "post_mlp_norm": "post_feedforward_layernorm"} if spec.post_norms else {}
-    norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"} if spec.qk_norm else {}
-    linears = {
-        "qkv": ("self_attn.qkv_proj",) if fused else ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "o": ("self_attn.o_proj",),
-        "gate_up": ("mlp.gate_up_proj",) if fused else ("mlp.gate_proj", "mlp.up_proj"),
-        "down": ("mlp.down_proj",),
-    }
-    outer = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
-    return parts_by_name(spec, outer, "model.layers.{}.", norms, linears)
-
-
-def parts_by_name(
-    spec: ModelSpec,
-    outer: Mapping[str, str],
-    prefix: str,
-    norms: Mapping[str, str],
-    linears: Mapping[str, tuple[str, ...]],
-) -> dict[str, Part]:
-    """Where each tensor goes, by its name in the files.
+def parts_of(spec: ModelSpec, form: str) -> dict[str, Part]:
+    """Every tensor name of a checkpoint and where it goes.
 
     Args:
-        outer: the name of each parameter outside the layers.
-        prefix: of a layer's names, with {} for its number.
-        norms, linears: the names of a layer's parameters; those of a linear one are several where it is fused of them.
+        form: "hf" or "gguf", whose names for the parameters stand in `tensor_names.json`. A linear parameter has
+            several where it is fused of them.
     """
-    shapes = spec.shapes()
-    parts = {name: Part(param, 0, shapes[param]) for param, name in outer.items() if param in shapes}
+    table, shapes = TENSOR_NAMES[form], spec.shapes()
+    norms = {**table["norms"], **(table["norms around"] if spec.post_norms else {})}
+    linears = {**table["linears"], **(table["fused"] if FAMILIES[spec.architecture].fused else {})}
+    found = {name: Part(param, 0, shapes[param]) for param, name in table["outer"].items() if param in shapes}
     kv = spec.num_kv_heads * spec.head_dim
     cuts = {"qkv": (spec.num_heads * spec.head_dim, kv, kv), "gate_up": (spec.intermediate_size,) * 2}
     for i in range(spec.num_layers):
-        layer, own = prefix.format(i), f"layers.{i}."
+        layer, own = table["layer"].format(i), f"layers.{i}."
         for param, name in norms.items():
-            parts[f"{layer}{name}.weight"] = Part(own + param, 0, shapes[own + param])
+            if own + param in shapes:
+                found[f"{layer}{name}.weight"] = Part(own + param, 0, shapes[own + param])
         for param, names in linears.items():
             for kind, suffix in (("", ".weight"), ("_bias", ".bias")):
                 shape = shapes.get(f"{own}{param}{kind}")
@@ -159,5 +141,5 @@ def parts_by_name(
                 rows = cuts[param] if len(names) > 1 else (shape[0],)
                 for at, name in enumerate(names):
                     part = Part(f"{own}{param}{kind}", sum(rows[:at]), (rows[at], *shape[1:]))
-                    parts[f"{layer}{name}{suffix}"] = part
-    return parts
+                    found[f"{layer}{name}{suffix}"] = part
+    return found

@@ -27,7 +27,8 @@ def make_runner(config: EngineConfig, progress: Callable[[str, float], None]) ->
     # OpenMP reads this when torch is first imported. A worker thread that spins while it waits takes the core that the
     # frontend needs: on two busy cores steps then took five to ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    source = open_model(config.model, progress)  # what is wrong with the files shows before torch is imported
+    # What is wrong with the files shows before torch is imported.
+    source = open_model(config.model, progress, config.tokenizer)
     progress("import", 0.0)
     from wavecore.engine_core.startup.loader import load_runner
 

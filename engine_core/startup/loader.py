@@ -152,13 +152,15 @@ def _max_model_len(
     config: EngineConfig, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """The length asked for, or the model's, but no more than the KV cache could ever hold: tables have this length."""
-    asked = config.max_model_len
+    asked, rope, known = config.max_model_len, spec.ropes[0], spec.max_model_len
+    if rope.kind == "longrope" and asked is None:  # tables that reach further rotate short texts differently as well
+        known = min(known, rope.settings["original_max_position_embeddings"])
     if asked is None:
         most = most_blocks(config, spec.kv_values_per_token * block_size * dtype.itemsize, device)
-        return min(spec.max_model_len, max(1, most - 1) * block_size)
-    if asked > spec.max_model_len:
+        return min(known, max(1, most - 1) * block_size)
+    if asked > known:
         raise ConfigError(
-            f"max_model_len {asked} is above the {spec.max_model_len} positions that the model knows; give no more, "
-            "or leave it out"
+            f"max_model_len {asked} is above the {known} positions that the model knows; give no more, or leave it "
+            "out, or stretch them by rope_scaling in its config.json"
         )
     return asked

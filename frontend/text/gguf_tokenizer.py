@@ -10,16 +10,14 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from wavecore.engine_core.api.gguf_file import LLAMA_CPP
 from wavecore.transport.errors import ModelError, NotSupportedError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+SPECIAL = (UNKNOWN, CONTROL)
 
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_PATTERNS = {"llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2}
+_PATTERNS = {name: cuts for names, cuts in LLAMA_CPP["pre_tokenizers"].items() for name in names.split()}
+_WHOLE_WORDS = LLAMA_CPP["whole_words"]
 
 
 def tokenizer_from_gguf(path: str, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -38,50 +36,40 @@ def tokenizer_from_gguf(path: str, metadata: Mapping[str, Any]) -> Tokenizer:
     types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
         raise ModelError(f"{path}: tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens; download it again")
+    pre = str(metadata.get("tokenizer.ggml.pre", "default"))
     if kind == "gpt2":
-        tokenizer = _byte_level(path, tokens, metadata)
+        tokenizer = _byte_level(path, tokens, pre, metadata)
     elif kind == "llama":
         tokenizer = _sentencepiece(path, tokens, types, metadata)
     else:
         raise NotSupportedError(
             f"{path}: tokenizer kind {kind!r}; give the original one with tokenizer=FOLDER (--tokenizer FOLDER)"
         )
-    for token, number in zip(tokens, types, strict=True):
-        if number == CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif number == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
-    _add_bos(tokenizer, tokens, metadata, default=kind == "llama")
+    kinds = list(zip(tokens, types, strict=True))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, n in kinds if n in SPECIAL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, n in kinds if n == USER_DEFINED])
+    _put_around(tokenizer, tokens, metadata, bos=kind == "llama" or pre in _WHOLE_WORDS)
     return tokenizer
 
 
-def _byte_level(path: str, tokens: list[str], metadata: Mapping[str, Any]) -> Tokenizer:
-    merges = [tuple(m.split(" ", 1)) for m in metadata.get("tokenizer.ggml.merges", ())]
+def _byte_level(path: str, tokens: list[str], pre: str, metadata: Mapping[str, Any]) -> Tokenizer:
+    if pre not in _PATTERNS:
+        raise NotSupportedError(
+            f"{path}: pre-tokenizer {pre!r}; give the original tokenizer with tokenizer=FOLDER (--tokenizer FOLDER)"
+        )
     vocab = {token: i for i, token in enumerate(tokens)}
     try:
-        tokenizer = Tokenizer(models.BPE(vocab, merges))
+        merges = [tuple(m.split(" ", 1)) for m in metadata.get("tokenizer.ggml.merges", ())]
+        tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in _WHOLE_WORDS))
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(
             f"{path}: the tokenizer's merges do not fit its tokens ({error}); download it again"
         ) from error
-    tokenizer.pre_tokenizer = _split(path, str(metadata.get("tokenizer.ggml.pre", "default")))
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _PATTERNS[pre]]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _split(path: str, name: str) -> pre_tokenizers.PreTokenizer:
-    """How text is cut before BPE; llama.cpp's names (https://github.com/ggml-org/llama.cpp, llama-vocab.cpp)."""
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if name in ("default", "gpt-2"):
-        return plain
-    if name in ("smollm", "starcoder", "refact", "command-r"):
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    if name not in _PATTERNS:
-        raise NotSupportedError(
-            f"{path}: pre-tokenizer {name!r}; give the original tokenizer with tokenizer=FOLDER (--tokenizer FOLDER)"
-        )
-    split = pre_tokenizers.Split(Regex(_PATTERNS[name]), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(path: str, tokens: list[str], types: list[int], metadata: Mapping[str, Any]) -> Tokenizer:
@@ -109,9 +97,18 @@ def _sentencepiece(path: str, tokens: list[str], types: list[int], metadata: Map
     return tokenizer
 
 
-def _add_bos(tokenizer: Tokenizer, tokens: list[str], metadata: Mapping[str, Any], default: bool) -> None:
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if not metadata.get("tokenizer.ggml.add_bos_token", default) or type(bos) is not int or not 0 <= bos < len(tokens):
-        return
-    single = [f"{tokens[bos]}:0", "$A:0"]
-    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[(tokens[bos], bos)])
+def _put_around(tokenizer: Tokenizer, tokens: list[str], metadata: Mapping[str, Any], bos: bool) -> None:
+    """BOS before and EOS behind a text, where the metadata asks for them or, for BOS, is silent and `bos` is set."""
+    around: list[tuple[str, int]] = []
+    single = ["$A:0"]
+    for name, default in (("bos", bos), ("eos", False)):
+        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if (
+            metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+            and type(index) is int
+            and 0 <= index < len(tokens)
+        ):
+            around.append((tokens[index], index))
+            single.insert(0 if name == "bos" else len(single), f"{tokens[index]}:0")
+    if around:
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=around)

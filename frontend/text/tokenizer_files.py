@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from wavecore.engine_core.api.gguf_file import read_gguf
+from wavecore.engine_core.api.model_files import read_json, unreadable
+from wavecore.engine_core.api.special_tokens import SpecialTokens, read_special_tokens
 from wavecore.frontend.text.chat_template import ChatTemplate
 from wavecore.frontend.text.gguf_tokenizer import tokenizer_from_gguf
 from wavecore.frontend.text.tokenizer import Tokenizer
@@ -36,23 +38,43 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return _from_gguf(path)
     folder = path if path.is_dir() else path.parent
     file = folder / "tokenizer.json" if path.is_dir() else path
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
+    known = read_special_tokens(folder)
     template = _template(folder, config)
-    named = _named_tokens(config)
     if not file.exists():
-        return Tokenizer(_from_transformers(folder, config), str(folder), template, named)
+        backend, named = _from_transformers(folder, config)
+        return Tokenizer(backend, str(folder), template, named)
     _check_size(file)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
-        raise ModelError(f"{file} is not a tokenizer that can be read: {error}") from error
-    return Tokenizer(backend, str(file), template, named)
+        raise unreadable(file, error) from error
+    _add_tokens(backend, known, folder)
+    return Tokenizer(backend, str(file), template, {name: token["content"] for name, token in known.named.items()})
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, known: SpecialTokens, folder: Path) -> None:
+    """Add what tokenizer.json leaves to other files, as transformers does.
+
+    Raises:
+        ModelError: a token cannot have the id that its file gives it.
+    """
+    special = {token["content"] for token in known.named.values()}
+    added = [{**t, "special": t.get("special") or t["content"] in special} for _, t in sorted(known.added.items())]
+    backend.add_tokens([tokenizers.AddedToken(**token) for token in added])
+    for index, token in known.added.items():
+        if (found := backend.token_to_id(token["content"])) != index:
+            said = f"{token['content']!r:.80} has the id {index} in tokenizer_config.json or added_tokens.json"
+            raise ModelError(f"{folder}: {said}, and by tokenizer.json it is {found}; take all files from one source")
+    present = {token.content for token in backend.get_added_tokens_decoder().values()}
+    others = [token for token in (*known.named.values(), *known.extra) if token["content"] not in present]
+    backend.add_tokens([tokenizers.AddedToken(**token) for token in others])
 
 
 def generation_defaults(path: str | Path) -> dict[str, Any]:
     """The sampling defaults that a model's authors recommend (generation_config.json), as SamplingParams' fields."""
     folder = Path(path)
-    values = _read_json(folder / "generation_config.json") if folder.is_dir() else {}
+    values = read_json(folder / "generation_config.json") if folder.is_dir() else {}
     found = {name: values[name] for name in GENERATION_DEFAULTS if values.get(name) is not None}
     if "max_new_tokens" in found:
         found["max_tokens"] = found.pop("max_new_tokens")
@@ -72,7 +94,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     return Tokenizer(backend, str(path), ChatTemplate(source, str(path)) if isinstance(source, str) else None, named)
 
 
-def _from_transformers(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _from_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Convert an older form (a SentencePiece or vocab.json + merges.txt) with transformers, which loads torch."""
     if "auto_map" in config:
         raise ModelError(f"{folder}: its tokenizer is code that came with the model (auto_map), which is never run")
@@ -86,12 +108,14 @@ def _from_transformers(folder: Path, config: Mapping[str, Any]) -> tokenizers.To
         loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         backend = loaded.backend_tokenizer
     except Exception as error:  # whatever a conversion raises
+        cause = f"transformers cannot make one: {error!s:.300}"
+        if (folder / "tokenizer.model").exists() and not all(map(find_spec, ("sentencepiece", "google"))):
+            cause = "its tokenizer.model takes packages that are not there: run `pip install sentencepiece protobuf`"
         raise ModelError(
-            f"{folder} holds no tokenizer.json and transformers cannot make one: {error!s:.300}; "
-            "save one with tokenizer.save_pretrained"
+            f"{folder} holds no tokenizer.json, and {cause}; or save one elsewhere with tokenizer.save_pretrained"
         ) from error
     assert isinstance(backend, tokenizers.Tokenizer)
-    return backend
+    return backend, dict(loaded.special_tokens_map)
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
@@ -104,25 +128,6 @@ def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, Mapping)}
         source = named.get("default")
     return ChatTemplate(source, str(folder / "tokenizer_config.json")) if isinstance(source, str) else None
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    values = {name: config.get(name) for name in NAMED_TOKENS}
-    texts = {name: value.get("content") if isinstance(value, Mapping) else value for name, value in values.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    _check_size(path)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path} must hold one JSON object")
-    return values
 
 
 def _check_size(path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.support.checkpoints import assert_greedy, load_reference
 from tests.support.model_driver import ModelDriver, load
 
 from wavecore.engine_core.models.families import from_config
-from wavecore.engine_core.models.weights import hf_parts
+from wavecore.engine_core.models.weights import parts_of
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -66,5 +66,5 @@ def test_a_seed_names_the_values_however_they_are_cut_into_files(tmp_path: Path)
 
 @pytest.mark.parametrize(("name", "parameters"), [("qwen3-0.6b", 596_049_920), ("llama-3.1-8b", 8_030_261_248)])
 def test_real_shapes_have_the_real_number_of_parameters(name: str, parameters: int) -> None:
-    parts = hf_parts(from_config(CONFIGS[name], Path("config.json")))
+    parts = parts_of(from_config(CONFIGS[name], Path("config.json")), "hf")
     assert sum(math.prod(part.shape) for part in parts.values()) == parameters

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -47,13 +49,24 @@ def shapes(arch: str) -> dict[str, tuple[int, ...]]:
 
 
 def write_gguf(
-    path: Path, arch: str, kind: GGMLQuantizationType, *, rope_factors: Any = None, linear_scaling: float = 0.0
+    path: Path,
+    arch: str,
+    kind: GGMLQuantizationType,
+    *,
+    rope_factors: Any = None,
+    linear_scaling: float = 0.0,
+    vocabulary: tuple[list[str], list[int]] | None = None,
+    token_ids: Mapping[str, int] = MappingProxyType({"eos": 2}),
+    split_count: int = 0,
 ) -> Path:
     """Matrices of type `kind`, norms and biases float32.
 
     Args:
         rope_factors: float32 [head_dim / 2] divisors of the rotary frequencies, as Llama 3 files carry them.
         linear_scaling: factor of linear rope scaling, 0 for none.
+        vocabulary: the tokens' texts and types.
+        token_ids: of special tokens, by the names that keys have for them.
+        split_count: of how many parts the file says to be one.
     """
     draw = np.random.default_rng(0)
     writer = GGUFWriter(path, arch)
@@ -68,7 +81,13 @@ def write_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(head_dim(arch))
     writer.add_vocab_size(VOCAB)
-    writer.add_eos_token_id(2)
+    for name, index in token_ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", index)
+    if vocabulary is not None:
+        writer.add_token_list(vocabulary[0])
+        writer.add_token_types(vocabulary[1])
+    if split_count:
+        writer.add_uint16("split.count", split_count)
     if linear_scaling:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(linear_scaling)

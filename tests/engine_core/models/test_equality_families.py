@@ -11,6 +11,7 @@ from tests.support.checkpoints import assert_greedy, load_reference, make_config
 from tests.support.model_driver import ModelDriver, load
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.transport.errors import ConfigError
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -54,6 +55,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3 with biases": ("Qwen3", {"attention_bias": True}),
+    "gemma2 with biases": ("Gemma2", {"attention_bias": True, "query_pre_attn_scalar": 48}),
+    "gemma3 with biases, both ropes scaled": (
+        "Gemma3Text",
+        {
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+            },
+        },
+    ),
+    "llama that is told of windows": ("Llama", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}),
+    "mistral that is told of biases": ("Mistral", {"sliding_window": 10, "attention_bias": True}),
     "phi3": ("Phi3", {"sliding_window": 20, "hidden_size": 384, "head_dim": None}),
     "phi3 partial rotary": ("Phi3", {"hidden_size": 384, "head_dim": None, "partial_rotary_factor": 0.5}),
     "phi3 long rope": (
@@ -124,14 +139,28 @@ def test_dynamic_scaling_past_the_limit_token_by_token(tmp_path: Path) -> None:
                 break
 
 
+def test_yarn_past_the_original_length(tmp_path: Path) -> None:
+    """As the README of Qwen tells people to write it: four times the length of the file, which is the original one."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = save_model(tmp_path / "model", make_config("Qwen2", max_position_embeddings=64, rope_parameters=scaling))
+    model, driver = load_reference(folder), ModelDriver(load(folder, max_model_len=256))
+    for slot, prompt in enumerate(prompts(4)):
+        prompt = (prompt * 200)[:200]
+        assert_greedy(model, prompt, driver.run([driver.add(prompt, 50, slot)])[0])
+    assert load(folder).info.max_model_len == 256
+    with pytest.raises(ConfigError, match=r"max_model_len 257 is above the 256 positions.*rope_scaling"):
+        load(folder, max_model_len=257)
+
+
 def test_long_rope_past_the_original_length(tmp_path: Path) -> None:
-    """A model served longer than its original length uses the long factors throughout."""
+    """A model served longer than its original length, which must be asked for, uses the long factors throughout."""
     changes = {"original_max_position_embeddings": 32, "max_position_embeddings": 128, "rope_parameters": LONG}
     config = make_config("Phi3", hidden_size=384, **changes)
     folder = save_model(tmp_path / "model", config, scale=0.08)
-    model, driver = load_reference(folder), ModelDriver(load(folder))
+    model, driver = load_reference(folder), ModelDriver(load(folder, max_model_len=128))
     for slot, prompt in enumerate(prompts(4)):
         prompt = prompt * 40
         assert_greedy(model, prompt[:40], driver.run([driver.add(prompt[:40], 20, slot)])[0])
-    short = ModelDriver(load(folder, max_model_len=32))
+    short = ModelDriver(load(folder))
+    assert short.runner.info.max_model_len == 32
     assert_greedy(model, [1, 2, 3], short.run([short.add([1, 2, 3], 20, 0)])[0])

@@ -19,7 +19,7 @@ from tests.support.model_driver import load
 
 from wavecore.engine_core.models import files
 from wavecore.engine_core.models.families import from_config
-from wavecore.engine_core.models.files import eos_token_ids, read_config, resolve_model
+from wavecore.engine_core.models.files import resolve_model
 from wavecore.transport.errors import ConfigError, ModelError, NotSupportedError
 
 
@@ -99,10 +99,13 @@ def test_pickled_weights_are_refused_unopened(folder: Path) -> None:
     assert not Path("pwned").exists()
 
 
-def test_remote_code_is_refused(folder: Path) -> None:
+def test_remote_code_is_never_run(folder: Path) -> None:
+    """Phi-3 is published with auto_map, although every library has it built in."""
     (folder / "evil.py").write_text(f"open({str(folder / 'sentinel')!r}, 'w')")
-    edit_config(folder, auto_map={"AutoConfig": "evil.Config"})
-    with pytest.raises(ModelError, match=r"auto_map.*LlamaForCausalLM.*remove"):
+    edit_config(folder, auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    load(folder)
+    edit_config(folder, architectures=["EvilForCausalLM"])
+    with pytest.raises(NotSupportedError, match=r"EvilForCausalLM.*LlamaForCausalLM.*auto_map.*never run"):
         load(folder)
     assert not (folder / "sentinel").exists()
 
@@ -112,22 +115,23 @@ def test_remote_code_is_refused(folder: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, NotSupportedError, "MambaForCausalLM.*LlamaForCausalLM"),
         ({"architectures": None}, NotSupportedError, "none"),
-        ({"quantization_config": {"quant_method": "awq"}}, NotSupportedError, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq"}}, NotSupportedError, "quantization_config.*awq.*unquantised"),
+        ({"quantization_config": {"quant_method": "fp8"}}, NotSupportedError, "quantization_config.*fp8.*unquantised"),
+        ({"quantization": {"bits": 4, "group_size": 64}}, NotSupportedError, "quantization.*bits.*unquantised"),
         ({"use_bidirectional_attention": True}, NotSupportedError, "causal"),
         ({"hidden_act": "relu"}, NotSupportedError, "relu"),
         ({"rope_parameters": {"rope_type": "mystery"}}, NotSupportedError, "mystery"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ModelError, "llama3.*low_freq_factor"),
         ({"rope_parameters": 3}, ModelError, "rope"),
-        ({"rope_parameters": {"full_attention": 3}}, ModelError, "rope"),
         ({"rope_parameters": {"rope_theta": 0}}, ModelError, "rope_theta"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 0.0}}, ModelError, "factor"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, ModelError, "yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, ModelError, r"config\.json: factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4, "beta_fast": "x"}}, ModelError, r"config\.json.*yarn"),
         (
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": []}},
             ModelError,
             "longrope",
         ),
-        ({"layer_types": [[], [], []]}, ModelError, "layer_types"),
         ({"architectures": 7}, NotSupportedError, "none"),
         ({"architectures": {}}, NotSupportedError, "none"),
         ({"num_hidden_layers": -1}, ModelError, "num_hidden_layers"),
@@ -190,24 +194,57 @@ def test_a_long_context_is_cut_to_what_the_cache_holds(folder: Path) -> None:
         load(folder, num_gpu_blocks_override=None, kv_cache_memory_gib=3e-5, max_model_len=100)
 
 
-def test_eos_ids(folder: Path) -> None:
-    config = read_config(folder)
-    assert eos_token_ids(folder, {**config, "eos_token_id": 7}) == (7,)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6, 5]}')
-    assert eos_token_ids(folder, {**config, "eos_token_id": 7}) == (5, 6)
-    assert load(folder).info.eos_token_ids == (5, 6)
-    (folder / "generation_config.json").write_text('{"eos_token_id": "stop"}')
-    with pytest.raises(ModelError, match=r"generation_config\.json.*eos_token_id"):
-        load(folder)
-
-
 def test_nothing_there(tmp_path: Path) -> None:
     for name in (str(tmp_path / "none"), "no such model", "a/b/c"):
         with pytest.raises(ModelError, match="no folder"):
             resolve_model(name)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"config\.json is missing"):
-        resolve_model(str(tmp_path / "empty"))
+
+
+OTHER_FORMS = [
+    ([], r"lacks config\.json .it holds nothing.*folder with config\.json and weights, or a \.gguf file"),
+    (["tokenizer.model"], r"lacks config\.json .it holds tokenizer\.model"),
+    (["model.safetensors"], r"lacks config\.json .it holds model\.safetensors"),
+    (["config.json"], r"lacks weights as \*\.safetensors .it holds config\.json"),
+    (["config.json", "pytorch_model.bin"], r"lacks weights.*pytorch_model\.bin.*save the model again as safetensors"),
+    (["consolidated.00.pth", "tokenizer.model"], r"consolidated\.00\.pth.*save the model again as safetensors"),
+    (["consolidated.00.pth", "params.json"], r"params\.json.*Meta and Mistral.*Hugging Face form"),
+    (["adapter_config.json", "adapter_model.safetensors"], r"adapter_config\.json.*LoRA adapter.*merged"),
+    (["config.json", "adapter_config.json", "adapter_model.safetensors"], r"adapter_config\.json.*LoRA adapter"),
+    (["model_index.json", "unet.bin"], r"model_index\.json.*diffusers"),
+    (["blobs", "refs", "snapshots"], r"snapshots.*hub's cache"),
+    (["a.Q4_0.gguf", "b.Q8_0.gguf"], r"2 \.gguf files; give the path of one: a\.Q4_0\.gguf, b\.Q8_0\.gguf"),
+]
+
+
+@pytest.mark.parametrize(("names", "match"), OTHER_FORMS)
+def test_a_folder_that_is_no_model_says_what_it_is_and_the_way_out(
+    tmp_path: Path, names: list[str], match: str
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelError, match=match):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pointer_of_git_lfs_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 17\n")
+    with pytest.raises(ModelError, match=rf"{name} cannot be read: it is a Git LFS pointer.*git lfs pull"):
+        load(folder)
+
+
+def test_the_same_weights_in_another_form_are_passed_over(folder: Path) -> None:
+    for name in ("consolidated.safetensors", "adapter_model.safetensors"):
+        (folder / name).write_bytes(b"not looked at")
+    load(folder)
+
+
+def test_a_link_into_the_cache_of_the_hub_keeps_its_name(tmp_path: Path) -> None:
+    """There a file is a link to one that is named by its hash."""
+    (tmp_path / "blob").write_bytes(b"GGUF")
+    (tmp_path / "model.gguf").symlink_to(tmp_path / "blob")
+    for name in ("model.gguf", "."):
+        assert resolve_model(str(tmp_path / name)) == tmp_path / "model.gguf"
 
 
 def test_hub_without_a_network_says_what_to_do() -> None:

@@ -59,6 +59,48 @@ def test_what_the_header_says(tmp_path: Path) -> None:
     assert runner.info.model_path == str(tmp_path / "model.gguf")
 
 
+def test_linear_scaling_stretches_the_length(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", "llama", GGMLQuantizationType.F32, linear_scaling=4.0)
+    assert load(path).info.max_model_len == 512
+
+
+def test_a_folder_with_one_gguf_file_stands_for_it(tmp_path: Path) -> None:
+    """Such folders often have a config.json or a projector for images beside it."""
+    path = write_gguf(tmp_path / "model.Q8_0.gguf", "llama", GGMLQuantizationType.Q8_0)
+    for name in ("config.json", "mmproj-model.gguf"):
+        (tmp_path / name).write_text("{}")
+    assert load(tmp_path).info.model_path == str(path)
+
+
+def test_one_part_of_a_split_file_says_how_to_join_them(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m-00001-of-00003.gguf", "llama", GGMLQuantizationType.F32, split_count=3)
+    for given in (path, tmp_path):
+        with pytest.raises(NotSupportedError, match=r"m-00001-of-00003\.gguf is one part of 3: join.*--merge"):
+            load(given)
+    (tmp_path / "m-00002-of-00003.gguf").write_bytes(path.read_bytes())
+    with pytest.raises(NotSupportedError, match="one part of 3"):
+        load(tmp_path)
+    single = write_gguf(tmp_path / "n-00001-of-00001.gguf", "llama", GGMLQuantizationType.F32, split_count=1)
+    load(single)
+
+
+def test_what_is_no_gguf_file_names_the_cause(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for data, match in ((b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"), (b"<html>" * 9, "GGUF")):
+        path.write_bytes(data)
+        with pytest.raises(ModelError, match=rf"m\.gguf cannot be read.*{match}"):
+            load(path)
+
+
+def test_wrong_rope_settings_name_the_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", GGMLQuantizationType.F32, linear_scaling=4.0)
+    data, key = path.read_bytes(), b"llama.rope.scaling.factor"
+    at = data.index(key) + len(key) + 4
+    path.write_bytes(data[:at] + struct.pack("<f", 0.0) + data[at + 4 :])
+    with pytest.raises(ModelError, match=r"m\.gguf: rope\.scaling\.factor"):
+        load(path)
+
+
 def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", "mamba", GGMLQuantizationType.F32)
     with pytest.raises(NotSupportedError, match="mamba"):

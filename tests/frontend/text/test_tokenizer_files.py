@@ -68,6 +68,37 @@ def test_nothing_there(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_model_alone_names_the_packages_that_read_it(tmp_path: Path) -> None:
+    """In a child, because transformers loads torch."""
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    code = (
+        "import sys; sys.modules['sentencepiece'] = None\n"
+        "from wavecore.frontend.text.tokenizer_files import load_tokenizer\n"
+        "load_tokenizer(sys.argv[1])"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "ModelError" in run.stderr
+    assert "no tokenizer.json" in run.stderr
+    assert "pip install sentencepiece protobuf" in run.stderr
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        write_folder(tmp_path)
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 17\n")
+        with pytest.raises(ModelError, match=rf"{name} cannot be read: it is a Git LFS pointer.*git lfs pull"):
+            load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000])
+def test_broken_json_names_the_file(tmp_path: Path, content: str) -> None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        (write_folder(tmp_path / name) / name).write_text(content)
+        with pytest.raises(ModelError, match=name):
+            load_tokenizer(tmp_path / name)
+
+
 def test_generation_defaults(tmp_path: Path) -> None:
     assert generation_defaults(tmp_path) == {}
     values = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2], "max_new_tokens": 7, "do_sample": True}
@@ -98,16 +129,84 @@ def test_gguf_byte_level(text: str) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "default"])
+def pieces(pre: str, text: str) -> list[str]:
+    """How a pre-tokenizer cuts a text."""
+    tokenizer = tokenizer_from_gguf("x.gguf", byte_level_metadata(**{"tokenizer.ggml.pre": pre}))
+    assert tokenizer.pre_tokenizer is not None
+    return [text[a:b] for _, (a, b) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+
+CUTS = {
+    "default": ["It", "'", "s", " ", "123", "4", " 你好", "  ", "$", "5", "\n"],
+    "gpt-2": ["It", "'s", " 1234", " 你好", " ", " $", "5", "\n"],
+    "smollm": ["It", "'s", " ", "1", "2", "3", "4", " 你好", " ", " $", "5", "\n"],
+    "llama-bpe": ["It", "'s", " ", "123", "4", " 你好", " ", " $", "5", "\n"],
+    "smaug-bpe": ["It", "'s", " ", "123", "4", " 你好", " ", " $", "5", "\n"],
+    "qwen2": ["It", "'s", " ", "1", "2", "3", "4", " 你好", " ", " $", "5", "\n"],
+    "tekken": ["It", "'s", " ", "1", "2", "3", "4", " 你好", " ", " $", "5", "\n"],
+    "deepseek-coder": ["It", "'", "s", " ", "1", "2", "3", "4", " ", "你好", "  $", "5", "\n"],
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_gguf_pre_tokenizers_cut_as_in_llama_cpp(pre: str) -> None:
+    assert pieces(pre, "It's 1234 你好  $5\n") == CUTS[pre]
+
+
+def test_gguf_tekken_cuts_where_the_case_changes() -> None:
+    assert pieces("tekken", "camelCase HTTPServer") == ["camel", "Case", " HTTPServer"]
+    assert pieces("llama-bpe", "camelCase HTTPServer") == ["camelCase", " HTTPServer"]
+
+
+def whole_word_metadata(**changes: Any) -> dict[str, Any]:
+    """A vocabulary with a token that no merges lead to, as Llama 3's has 588."""
+    metadata = byte_level_metadata()
+    word = "".join(byte_level().encode(" Việt").tokens)
+    tokens = [*metadata["tokenizer.ggml.tokens"], word]
+    types = [*metadata["tokenizer.ggml.token_type"], 1]
+    return {**metadata, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types, **changes}
+
+
+@pytest.mark.parametrize("pre", ["llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken"])
+def test_gguf_whole_words_need_no_merges_where_llama_cpp_ignores_them(pre: str) -> None:
+    metadata = whole_word_metadata(**{"tokenizer.ggml.pre": pre})
+    whole = len(metadata["tokenizer.ggml.tokens"]) - 1
+    tokenizer = tokenizer_from_gguf("x.gguf", metadata)
+    ids = tokenizer.encode("Cửa Việt").ids
+    assert ids[-1] == whole
+    assert tokenizer.decode(ids) == "Cửa Việt"
+    for other in ("smaug-bpe", "qwen2", "smollm", "gpt-2", "default"):
+        ids = tokenizer_from_gguf("x.gguf", whole_word_metadata(**{"tokenizer.ggml.pre": other})).encode("Cửa Việt").ids
+        assert whole not in ids
+
+
+@pytest.mark.parametrize("pre", CUTS)
 def test_gguf_pre_tokenizers_keep_the_text(pre: str) -> None:
     tokenizer = tokenizer_from_gguf("x.gguf", byte_level_metadata(**{"tokenizer.ggml.pre": pre}))
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_gguf_bos() -> None:
-    metadata = byte_level_metadata(**{"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 1})
-    assert tokenizer_from_gguf("x.gguf", metadata).encode("a").ids[0] == 1
+@pytest.mark.parametrize(
+    ("keys", "before", "behind"),
+    [
+        ({"pre": "qwen2", "bos_token_id": 1}, [], []),
+        ({"pre": "qwen2", "bos_token_id": 1, "add_bos_token": True}, [1], []),
+        ({"pre": "qwen2", "eos_token_id": 2, "add_eos_token": True}, [], [2]),
+        ({"pre": "llama-bpe", "bos_token_id": 1, "eos_token_id": 2, "add_eos_token": True}, [1], [2]),
+        ({"pre": "tekken", "bos_token_id": 1}, [1], []),
+        ({"pre": "llama-bpe", "bos_token_id": 1, "add_bos_token": False}, [], []),
+        ({"pre": "llama-bpe"}, [], []),
+        ({"pre": "llama-bpe", "bos_token_id": 100_000}, [], []),
+    ],
+)
+def test_gguf_puts_bos_and_eos_around_a_text_as_llama_cpp(
+    keys: dict[str, Any], before: list[int], behind: list[int]
+) -> None:
+    metadata = byte_level_metadata(**{f"tokenizer.ggml.{name}": value for name, value in keys.items()})
+    tokenizer = tokenizer_from_gguf("x.gguf", metadata)
+    plain = tokenizer.encode("a b", add_special_tokens=False).ids
+    assert tokenizer.encode("a b").ids == [*before, *plain, *behind]
 
 
 def test_gguf_sentencepiece() -> None:
@@ -127,6 +226,15 @@ def test_gguf_sentencepiece() -> None:
     for text in ("the capital is Paris", "an 你好 and é"):
         assert tokenizer.encode(text).ids == original.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    del metadata["tokenizer.ggml.add_bos_token"]
+    metadata["tokenizer.ggml.bos_token_id"] = 1
+    tokenizer = tokenizer_from_gguf("x.gguf", metadata)
+    assert tokenizer.encode("the").ids[0] == 1
+    assert tokenizer.decode([0, *tokenizer.encode("the").ids]) == "the", "the unknown token is special as well"
+    bare = tokenizer_from_gguf("x.gguf", {**metadata, "tokenizer.ggml.add_space_prefix": False})
+    assert tokenizer.encode("the").tokens[1:] == ["▁the"]
+    assert bare.encode("the").tokens[1:] == ["t", "he"]
+    assert bare.decode(bare.encode(" the").ids) == " the"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +243,7 @@ def test_gguf_sentencepiece() -> None:
         ({"tokenizer.ggml.tokens": None}, ModelError),
         ({"tokenizer.ggml.token_type": [1]}, ModelError),
         ({"tokenizer.ggml.merges": ["nothing here"]}, ModelError),
+        ({"tokenizer.ggml.merges": [1, 2]}, ModelError),
         ({"tokenizer.ggml.model": "bert"}, NotSupportedError),
         ({"tokenizer.ggml.pre": "strange"}, NotSupportedError),
         ({"tokenizer.ggml.model": "llama"}, ModelError),

@@ -1,0 +1,40 @@
+"""What the files of a model have in common: JSON is read with bounds, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from wavecore.transport.errors import ModelError
+
+MAX_JSON_BYTES = 256 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; {} where there is none.
+
+    Raises:
+        ModelError: naming the file that is over-size or not a JSON object.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} is over {MAX_JSON_BYTES >> 20} MiB, which no {path.name} should be")
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable(path, error) from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def unreadable(path: Path, reason: object) -> ModelError:
+    """The error for a file that is not what its name says; one that Git LFS has not fetched yet is named as that."""
+    way_out = "download it again"
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(64).startswith(b"version https://git-lfs"):
+            reason, way_out = "it is a Git LFS pointer, not the file itself", "run `git lfs pull` in its folder"
+    return ModelError(f"{path} cannot be read: {reason}; {way_out}")

@@ -45,7 +45,9 @@ class SamplingParams(WireFields):
         allowed_token_ids: all other tokens are masked.
         bad_words: texts whose last token is masked when it would complete them; the frontend turns them
             into `bad_words_token_ids`.
-        stop: strings that end the text; matched in the frontend, over token and chunk borders.
+        stop: strings that end the text; matched in the frontend, over token and chunk borders. With skip_special_tokens
+            one that is a special token ends the output at that token, too, which stays out of the text; one that holds
+            a special token among other text is refused, because it never comes.
         stop_token_ids: token ids that end the output.
         include_stop_str_in_output: keep the stop string or stop token in the text.
         min_tokens: no stop before this many output tokens.

@@ -65,6 +65,7 @@ class Mailbox:
         self._decode = None if tokenizer is None else tokenizer.decode_token
         self._prompt_ids: list[int] = request.prompt.tolist()
         end_of_prompt = self._prompt_ids[-CONTEXT:]
+        self._special_stops: Mapping[Any, str] = {} if tokenizer is None else tokenizer.special_stops(params)
 
         def choice(index: int) -> Choice:
             text = tokenizer.detokenizer(params, end_of_prompt) if tokenizer is not None and params.detokenize else None
@@ -110,8 +111,8 @@ class Mailbox:
                     error = from_code(str(extra.get("code", "request")), str(extra.get("message", "")))
                     choice.end("error", error=error)
                 else:
-                    reason = extra.get("message") if finish == FinishReason.TIMEOUT else extra.get("stop_token")
-                    choice.feed(tokens, logprobs, finish, reason)
+                    reason = extra.get("message" if finish == FinishReason.TIMEOUT else "stop_token")
+                    choice.feed(tokens, logprobs, finish, self._special_stops.get(reason, reason))
             except Exception as error:  # a fault in one request's text ends that request
                 logger.exception("request %s: its output cannot be read", self.request.request_id)
                 choice.end("error", error=RequestError(f"request {self.request.request_id}: {error!r:.300}"))

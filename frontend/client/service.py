@@ -207,7 +207,8 @@ class Service:
         if params.stop:
             if not params.detokenize:
                 raise ValidationError("stop", "needs detokenize=True; use stop_token_ids without text")
-            self.need_tokenizer("stop (a string)")
+            special = self.need_tokenizer("stop (a string)").special_stops(params)
+            params = replace(params, stop_token_ids=(*(params.stop_token_ids or ()), *special))
         if params.bad_words:
             words = self.need_tokenizer("bad_words").bad_word_ids(params.bad_words)
             params = replace(params, bad_words=None, bad_words_token_ids=(*(params.bad_words_token_ids or ()), *words))

@@ -162,6 +162,21 @@ class Tokenizer:
                     found[ids] = None
         return tuple(found)
 
+    def special_stops(self, params: SamplingParams) -> dict[int, str]:
+        """Stop strings that are special tokens, which `skip_special_tokens` keeps out of the text: by the token's id.
+
+        Raises:
+            ValidationError: a stop string holds a special token among other text.
+        """
+        if not params.stop or not params.skip_special_tokens:
+            return {}
+        ids = {text: index for index, text in self.special_tokens.items()}
+        for stop in params.stop:
+            if stop not in ids and (inside := [text for text in ids if text in stop]):
+                never = f"{stop!r:.80} never comes: skip_special_tokens leaves {inside[0]!r:.80} out of the text"
+                raise ValidationError("stop", f"{never}; stop at that alone, or set skip_special_tokens=False")
+        return {ids[stop]: stop for stop in params.stop if stop in ids}
+
     # --- ids to text ---------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -18,6 +18,7 @@ CASES = {
     303: [EOS] * 9,
     304: ids_of("visible"),
     305: ids_of("a", "b", "<|endoftext|>", "c"),
+    306: ids_of("go", "<|im_start|>", " on"),
 }
 
 
@@ -73,6 +74,37 @@ def test_include_stop_str(llm: LLM, include: bool) -> None:
     last = ids_of("visible")[-1]
     output = both(llm, 304, greedy(stop_token_ids=[last], include_stop_str_in_output=include)).outputs[0]
     assert (output.text == "visible") is include
+
+
+def test_a_stop_string_that_is_a_special_token_is_that_token(llm: LLM) -> None:
+    """With skip_special_tokens the text never holds it; many clients give a model's end of turn so."""
+    [end] = ids_of("<|im_start|>")
+    for stop in ("<|im_start|>", ["never", "<|im_start|>", "<|endoftext|>"]):
+        output = both(llm, 306, greedy(stop=stop)).outputs[0]
+        assert (output.text, output.finish_reason, output.stop_reason) == ("go", "stop", "<|im_start|>")
+        assert output.token_ids == [*ids_of("go"), end]
+    output = both(llm, 306, greedy(stop="<|im_start|>", include_stop_str_in_output=True)).outputs[0]
+    assert output.text == "go", "skip_special_tokens goes before"
+    [several] = llm.generate([306], greedy(stop="<|im_start|>", stop_token_ids=[end, 7], n=2), use_tqdm=False)
+    assert [(output.text, output.stop_reason) for output in several.outputs] == [("go", "<|im_start|>")] * 2
+    output = both(llm, 306, greedy(stop_token_ids=[end])).outputs[0]
+    assert output.stop_reason == end
+    # ... also where the end of sequence itself is ignored, and never before min_tokens
+    output = both(llm, 303, greedy(stop="<|im_end|>", ignore_eos=True)).outputs[0]
+    assert (output.finish_reason, output.stop_reason, len(output.token_ids)) == ("stop", "<|im_end|>", 1)
+    assert len(both(llm, 303, greedy(stop="<|im_end|>", min_tokens=5)).outputs[0].token_ids) > 5
+
+
+def test_a_stop_string_with_a_special_token_among_other_text(llm: LLM) -> None:
+    for stop in ("<|im_start|> on", ["x", "o<|im_start|>"]):
+        with pytest.raises(
+            ValidationError, match=r"^stop: '.*never comes.*'<\|im_start\|>'.*skip_special_tokens=False"
+        ):
+            llm.generate([306], greedy(stop=stop), use_tqdm=False)
+        shown = both(llm, 306, greedy(stop=stop, skip_special_tokens=False)).outputs[0]
+        assert shown.stop_reason == (stop if isinstance(stop, str) else stop[1])
+    output = both(llm, 306, greedy(stop="<|im_start|>", skip_special_tokens=False)).outputs[0]
+    assert (output.text, output.stop_reason) == ("go", "<|im_start|>")
 
 
 def test_no_end_before_min_tokens(llm: LLM) -> None:

@@ -128,7 +128,7 @@ class Decoder:
         ops.gather_add_rms_norm(x, residual, index, self.norm, spec.rms_norm_eps, spec.norm_offset, out)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] from `final` to [n, vocab]."""
+        """[n, hidden] from `final` to [n, vocab]; float32 where they are capped, which rounds nothing then."""
         logits = linear(hidden, self.lm_head)
         cap = self.spec.final_soft_cap
-        return torch.tanh(logits / cap) * cap if cap else logits
+        return logits.float().div_(cap).tanh_().mul_(cap) if cap else logits

@@ -120,6 +120,7 @@ def _few_options(sizes: Sizes) -> Iterator[StepPlan]:
     prefill, decode, mixed = sizes.prefill(sizes.tokens), sizes.decode(sizes.rows), sizes.mixed()
     for params in (
         SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0),
+        SamplingParams(temperature=1.0, logit_bias={0: 1.0}, seed=0),
         SamplingParams(temperature=1.0, seed=0),
         SamplingParams(temperature=0.0, seed=0),
     ):

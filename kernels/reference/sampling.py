@@ -18,13 +18,15 @@ def sample(logits: Tensor, rows: SamplingRows) -> None:
     equal logits at the border of top_k or top_p all are kept. The noise depends on (seed, choice, position, token).
 
     Args:
-        logits: [R, V], float32, bfloat16 or float16; bias and bans change it in place.
+        logits: [R, V], float32, bfloat16 or float16. Biases are added in float32: to float32 logits in place, to a
+            copy of others.
         rows: see there; what is drawn is written to `tokens` and `faults`, `token_ids` and `counts`.
     """
     live = (rows.slots >= 0).nonzero().flatten()
     slots = rows.slots[live].long()
     positions = rows.positions[live]
     if rows.edits:
+        logits = logits.float()
         _edit(logits, rows, live.tolist())
     x = (logits if len(live) == len(logits) else logits[live]).float()
     x = _mask_allowed(x, rows, slots)
@@ -63,8 +65,7 @@ def _edit(logits: Tensor, rows: SamplingRows, live: list[int]) -> None:
             now = rows.bias_until[begin:end] > position
             ids, values = rows.bias_ids[begin:end][now].long(), rows.bias_values[begin:end][now]
             ban = values == -torch.inf
-            added = ids[~ban]
-            logits[row, added] = (logits[row, added].float() + values[~ban]).to(logits.dtype)
+            logits[row, ids[~ban]] += values[~ban]
             logits[row, ids[ban]] = -torch.inf
         for word in range(*rows.word_range[slot].tolist()):
             tokens = rows.word_tokens[rows.word_start[word] : rows.word_start[word + 1]]
@@ -131,14 +132,22 @@ def gumbel(seed: Tensor, choice: Tensor, position: Tensor, vocab: int) -> Tensor
     key_2 = _fmix32(high ^ (low * _MIX_2))
     token = torch.arange(vocab, dtype=torch.int32, device=seed.device)
     bits = _fmix32(token * _GOLDEN ^ key_1[:, None])
-    return gumbel_of_bits(_fmix32(bits ^ key_2[:, None]))
+    offset = ((key_2 & 0xFFFFFF).float() + 0.5) * 2.0**-56
+    return gumbel_of_bits(_fmix32(bits ^ key_2[:, None]), offset[:, None])
 
 
-def gumbel_of_bits(bits: Tensor) -> Tensor:
-    """-log(-log(1 - v)) with v uniform in (0, 1), from int32 bits; v is finest near 0, where the noise is large."""
-    v = (((bits >> 8) & 0xFFFFFF).float() + 0.5) * 2.0**-24
-    v = v.clamp(max=1.0 - 2.0**-24)
-    return -torch.log(-torch.log1p(-v))
+def gumbel_of_bits(bits: Tensor, offset: Tensor) -> Tensor:
+    """-log(-log(1 - v)) with v uniform in (0, 1), as fine near 0 and near 1 as float32 is.
+
+    Near 0 the noise is large: there it is decided how often tokens of tiny probability are drawn.
+
+    Args:
+        bits: int32. The sign says which end v is nearer to, the rest its distance from there in units of 2**-32.
+        offset: added to the distance, uniform between 0 and 2**-32. The tokens of a row share it: how often each is
+            drawn shows over many rows only.
+    """
+    tail = (bits ^ (bits >> 31)).float() * 2.0**-32 + offset
+    return -torch.log(-torch.where(bits < 0, torch.log(tail), torch.log1p(-tail)))
 
 
 def _fmix32(x: Tensor) -> Tensor:

@@ -30,11 +30,13 @@ def row_keys(seed, choice, position):
 
 @triton.jit
 def gumbel(token, key_1, key_2):
-    """Standard Gumbel noise of tokens, float32: -log(-log(1 - v)), v uniform in (0, 1) and finest near 0."""
-    bits = _fmix32((token.to(tl.uint32) * _GOLDEN) ^ key_1)
-    bits = _fmix32(bits ^ key_2)
-    v = ((bits >> 8).to(tl.int32).to(tl.float32) + 0.5) * 5.9604644775390625e-08  # 2**-24
-    v = tl.minimum(v, 0.999999940395355224609375)  # 1 - 2**-24
-    # log1p(-v): below 2**-9 the series, where 1 - v would lose bits
-    rate = tl.where(v < 0.001953125, v * (1.0 + v * (0.5 + v * (1.0 / 3.0))), -tl.log(1.0 - v))
-    return -tl.log(rate)
+    """Standard Gumbel noise of tokens, float32; see `reference.sampling.gumbel_of_bits`."""
+    unsigned = _fmix32((token.to(tl.uint32) * _GOLDEN) ^ key_1)
+    unsigned = _fmix32(unsigned ^ key_2)
+    bits = unsigned.to(tl.int32, bitcast=True)
+    offset = ((key_2 & 0xFFFFFF).to(tl.float32) + 0.5) * 1.3877787807814457e-17  # 2**-56
+    tail = (bits ^ (bits >> 31)).to(tl.float32) * 2.3283064365386963e-10 + offset  # 2**-32
+    rate = -tl.log(tl.where(bits < 0, tail, 1.0 - tail))
+    # log1p(-tail): below 2**23 units the series, where 1 - tail would lose bits
+    series = tail * (1.0 + tail * (0.5 + tail * (1.0 / 3.0)))
+    return -tl.log(tl.where(unsigned < 8388608, series, rate))

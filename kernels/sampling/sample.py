@@ -29,6 +29,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> None:
     if not count:
         return
     if rows.edits:
+        logits = logits.float()
         _edit[(count,)](
             logits,
             logits.stride(0),
@@ -96,7 +97,7 @@ def _edit(
     word_tokens_ptr,
     BLOCK: tl.constexpr,
 ):
-    """A program (row) adds its biases to the logits and bans tokens, BLOCK entries of a list at a time."""
+    """A program (row) adds its biases to the float32 logits and bans tokens, BLOCK entries of a list at a time."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
@@ -106,21 +107,16 @@ def _edit(
     lane = tl.arange(0, BLOCK)
     begin = tl.load(bias_range_ptr + 2 * slot)
     end = tl.load(bias_range_ptr + 2 * slot + 1)
-    for start in range(begin, end, BLOCK):
-        inside = start + lane < end
-        token = tl.load(bias_ids_ptr + start + lane, mask=inside, other=0)
-        value = tl.load(bias_values_ptr + start + lane, mask=inside, other=0.0)
-        now = inside & (tl.load(bias_until_ptr + start + lane, mask=inside, other=0) > position)
-        add = now & (value != float("-inf"))
-        logit = tl.load(row_ptr + token, mask=add, other=0.0)
-        tl.store(row_ptr + token, (logit.to(tl.float32) + value).to(logit.dtype), mask=add)
-    tl.debug_barrier()  # a token can have both a bias and a ban, and the ban must come last
-    for start in range(begin, end, BLOCK):
-        inside = start + lane < end
-        token = tl.load(bias_ids_ptr + start + lane, mask=inside, other=0)
-        value = tl.load(bias_values_ptr + start + lane, mask=inside, other=0.0)
-        now = inside & (tl.load(bias_until_ptr + start + lane, mask=inside, other=0) > position)
-        tl.store(row_ptr + token, value.to(logits_ptr.dtype.element_ty), mask=now & (value == float("-inf")))
+    for bans in tl.static_range(2):  # a token can have both a bias and a ban, and the ban must come last
+        for start in range(begin, end, BLOCK):
+            inside = start + lane < end
+            token = tl.load(bias_ids_ptr + start + lane, mask=inside, other=0)
+            value = tl.load(bias_values_ptr + start + lane, mask=inside, other=0.0)
+            now = inside & (tl.load(bias_until_ptr + start + lane, mask=inside, other=0) > position)
+            now &= (value == float("-inf")).to(tl.int32) == bans
+            logit = tl.load(row_ptr + token, mask=now, other=0.0)
+            tl.store(row_ptr + token, value if bans else logit + value, mask=now)
+        tl.debug_barrier()
     for word in range(tl.load(word_range_ptr + 2 * slot), tl.load(word_range_ptr + 2 * slot + 1)):
         first = tl.load(word_start_ptr + word)
         last = tl.load(word_start_ptr + word + 1) - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from tests.support.checkpoints import assert_greedy, load_reference, make_config
 from tests.support.model_driver import ModelDriver, load
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.transport.errors import ConfigError
 
 LLAMA3 = {
@@ -116,6 +117,16 @@ def test_equal_to_transformers(tmp_path: Path, case: str) -> None:
     hits = len(first.tokens) // 4 - 1
     shared.blocks, shared.computed = first.blocks[:hits], hits * 4
     assert_greedy(model, first.tokens, driver.run([shared])[0], f"{case}, prefix hit")
+
+
+def test_capped_logits_are_rounded_once(tmp_path: Path) -> None:
+    """The product of the head is bfloat16, in steps of 0.125 near the cap of 30; what the cap makes of it is not."""
+    model = cast(ModelRunner, load(make(tmp_path / "model", "gemma2"), dtype="bfloat16")).model
+    hidden = torch.randn(5, 48).bfloat16() * 16
+    product = hidden @ model.lm_head.T
+    want = 30 * torch.tanh(product.double() / 30)
+    assert float(want.abs().max()) > 10, "the cap must matter"
+    torch.testing.assert_close(model.logits(hidden).double(), want, atol=1e-5, rtol=1e-6)
 
 
 def test_dynamic_scaling_past_the_limit_token_by_token(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_every_kernel_is_used() -> None:
     assert all(any(getattr(p, option) for p in params) for option in options)
     assert any(p.temperature and not (p.top_k or p.min_p or p.top_p < 1 or p.logit_bias) for p in params)
     assert any(p.temperature and p.top_k and not p.logit_bias for p in params)
+    assert any(p.temperature and p.logit_bias and not (p.top_k or p.min_p or p.top_p < 1) for p in params)
     assert {a.pooling for plan in plans for a in plan.new_requests} == {"", "mean", "last"}
 
 

@@ -123,12 +123,31 @@ def a_token_behind_the_table(device: str, dtype: torch.dtype) -> Case:
     return torch.randn(2, 100).to(device, dtype), rows
 
 
+def biases_far_above_the_logits(device: str, dtype: torch.dtype) -> Case:
+    """Of two tokens with the same large bias the second has the larger logit; added in 16 bits they would be equal."""
+    n, vocab = 2, 40
+    rows = sampling_rows(
+        n,
+        vocab,
+        device,
+        temperature=floats([0.0, 1e-3], device),
+        bias_range=ints([[0, 2]] * n, device),
+        bias_ids=ints([3, 9], device),
+        bias_values=floats([3000.0, 3000.0], device),
+        bias_until=ints([NO_LIMIT] * 2, device),
+    )
+    logits = torch.zeros(n, vocab)
+    logits[:, 3], logits[:, 9] = 0.5, 0.625
+    return logits.to(device, dtype), rows
+
+
 EDGES: list[Callable[[str, torch.dtype], Case]] = [
     slots_out_of_order,
     equal_logits,
     hundreds_of_edits,
     a_word_begun_by_the_first_token,
     a_token_behind_the_table,
+    biases_far_above_the_logits,
 ]
 
 TRUNCATIONS = [

@@ -175,10 +175,10 @@ def test_values_with_penalties(device: str) -> None:
 
 
 @triton.jit
-def _store_noise(token_ptr, out_ptr, COUNT: tl.constexpr):
+def _store_noise(token_ptr, key_ptr, out_ptr, COUNT: tl.constexpr):
     i = tl.arange(0, COUNT)
-    key = tl.full([], 0, tl.uint32)
-    tl.store(out_ptr + i, gumbel(tl.load(token_ptr + i), key, key))
+    key_1, key_2 = tl.load(key_ptr).to(tl.uint32), tl.load(key_ptr + 1).to(tl.uint32)
+    tl.store(out_ptr + i, gumbel(tl.load(token_ptr + i), key_1, key_2))
 
 
 def unmixed(bits: int) -> int:
@@ -190,11 +190,17 @@ def unmixed(bits: int) -> int:
     return bits ^ bits >> 16
 
 
-def test_noise_at_both_ends(device: str) -> None:
-    """It is finite for the smallest and the largest uniform numbers, of which one in millions of tokens meets one."""
-    bits = [n << 8 for n in (0, 1, (1 << 24) - 2, (1 << 24) - 1)]
-    tokens = [unmixed(unmixed(b)) * pow(GOLDEN, -1, 1 << 32) for b in bits]
+@pytest.mark.parametrize("keys", [(0, 0), (0x12345678, 0x9ABFFFFF), (0xFFFFFFFF, 0x80000001)])
+def test_noise_at_both_ends_and_between(keys: tuple[int, int], device: str) -> None:
+    """At the ends lie the uniform numbers that one token in billions meets."""
+    key_1, key_2 = keys
+    ends = [0, 1, 2, 300, (1 << 23) - 1, 1 << 23, (1 << 24) + 1, (1 << 31) - 1]
+    bits = [*ends, *((1 << 32) - 1 - distance for distance in ends)]
+    mixed = [unmixed(unmixed(b) ^ key_2) ^ key_1 for b in bits]
+    tokens = torch.tensor([t * pow(GOLDEN, -1, 1 << 32) % (1 << 32) for t in mixed], device=device).int()
     got = torch.empty(len(bits), device=device)
-    _store_noise[(1,)](torch.tensor([t % (1 << 32) for t in tokens], device=device).int(), got, COUNT=len(bits))
+    _store_noise[(1,)](tokens, torch.tensor(keys, device=device), got, COUNT=len(bits))
     assert torch.isfinite(got).all()
-    torch.testing.assert_close(got, gumbel_of_bits(torch.tensor(bits, device=device).int()), atol=2e-5, rtol=1e-6)
+    offset = floats(((key_2 & 0xFFFFFF) + 0.5) * 2.0**-56, device)
+    want = gumbel_of_bits(torch.tensor(bits, device=device).int(), offset)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-6)

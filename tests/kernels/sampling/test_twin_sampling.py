@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from tests.kernels.sampling.sampling_case import INF, drawn, floats, ints
+from tests.kernels.sampling.sampling_case import INF, biases_far_above_the_logits, drawn, floats, ints
 from torch import Tensor
 
 from wavecore.kernels.examples import sampling_rows
 from wavecore.kernels.reference import sampling
-from wavecore.kernels.reference.sampling import gumbel
+from wavecore.kernels.reference.sampling import gumbel, gumbel_of_bits
 from wavecore.kernels.sampling.rows import NO_LIMIT, SEEN_IN_PROMPT
 
 VOCAB = 24
@@ -101,6 +101,47 @@ def test_noise_is_keyed_by_all_four() -> None:
     assert abs(float(big.mean()) - 0.5772) < 0.01 and abs(float(big.var()) - math.pi**2 / 6) < 0.02
 
 
+def test_noise_is_exact_at_both_ends() -> None:
+    """Against the formula in float64, for uniform numbers from 2**-57 to 1 - 2**-57."""
+    distance = torch.cat((torch.arange(5000), torch.logspace(12, 31, 5000, base=2, dtype=torch.float64).long() - 1))
+    bits = torch.cat((distance, -1 - distance)).int()
+    for part in (2.0**-25, 0.5, 1 - 2.0**-25):  # of the way to the next distance
+        tail = (distance.double() + part) * 2.0**-32
+        want = -torch.log(torch.cat((-torch.log1p(-tail), -torch.log(tail))))
+        torch.testing.assert_close(
+            gumbel_of_bits(bits, torch.tensor(part * 2.0**-32)).double(), want, atol=1e-6, rtol=2e-7
+        )
+
+
+@pytest.mark.parametrize("p", [1e-6, 1e-8, 3e-9, 1e-10, 1e-12])
+def test_a_token_of_tiny_probability_is_drawn_as_often_as_it_should_be(p: float) -> None:
+    """Counted over all numbers that can decide for it, not by drawing: it wins where its exponential number
+    e = exp(-noise) is below p / (1 - p) times that of all the others together, which has probability
+    exp(-e (1 - p) / p)."""
+    bits = torch.arange(math.ceil(40 * p * 2**32) + 2, dtype=torch.int32)
+    parts = min((1 << 22) // len(bits), 1 << 16)
+    offset = (torch.arange(parts, dtype=torch.float64)[:, None] + 0.5) / parts * 2.0**-32
+    rate = torch.exp(-gumbel_of_bits(bits, offset.float()).double())
+    wins = torch.exp(-rate * (1 - p) / p).mean(0).sum() * 2.0**-32
+    assert float(wins) == pytest.approx(p, rel=1e-3)
+
+
+def test_the_offset_of_noise_is_uniform_and_depends_on_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to a row; over rows it is spread over its whole span, whatever the bits of a token are."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    monkeypatch.setattr(sampling, "gumbel_of_bits", lambda bits, offset: seen.append((bits, offset)))
+    n = 1 << 16
+    zero = torch.zeros(n, dtype=torch.int32)
+    gumbel(torch.arange(n), zero, zero + 7, 4)
+    ((bits, offset),) = seen
+    assert offset.shape == (n, 1) and float(offset.min()) > 0 and float(offset.max()) <= 2.0**-32
+    u, v = offset.double() * 2**32, bits.double() * 2.0**-32
+    seen_in = torch.histc(u, 64, 0.0, 1.0)
+    assert float(((seen_in - n / 64) ** 2 / (n / 64)).sum()) < 63 + 5 * math.sqrt(2 * 63)
+    correlation = torch.corrcoef(torch.cat((u, v), 1).T)
+    assert float((correlation - torch.eye(5)).abs().max()) < 5 / math.sqrt(n)
+
+
 def test_greedy_takes_the_first_of_equals_and_ignores_the_rest() -> None:
     logits = floats([[0.0, 5.0, 5.0, 1.0]] * 2)
     rows = sampling_rows(2, 4, "cpu", temperature=floats([0.0, 1e-6]), top_p=floats([0.1, 1.0]), top_k=ints([1, 0]))
@@ -164,6 +205,29 @@ def test_bias_and_bans_with_a_last_position() -> None:
         bias_until=ints([NO_LIMIT, 5, NO_LIMIT]),
     )
     assert sample(logits, rows)[0].tolist() == [2, 9, 0]  # 9 is banned before position 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_bias_rounds_nothing(dtype: torch.dtype) -> None:
+    """Logits of 16 bits hold no sum of a bias: at 100 their steps are 0.5 in bfloat16."""
+    assert sample(*biases_far_above_the_logits("cpu", dtype))[0].tolist() == [9, 9]
+    n = 1 << 14
+    rows = sampling_rows(
+        n,
+        VOCAB,
+        "cpu",
+        temperature=torch.ones(n),
+        seed=torch.arange(n, dtype=torch.int64),
+        bias_range=ints([[0, 2]] * n),
+        bias_ids=ints([3, 9]),
+        bias_values=floats([100.0, 100.0]),
+        bias_until=ints([NO_LIMIT] * 2),
+    )
+    logits = torch.zeros(n, VOCAB, dtype=dtype)
+    logits[:, 9] = 0.25
+    share = float((sample(logits, rows)[0] == 9).double().mean())
+    p = 1 / (1 + math.exp(-0.25))
+    assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / n)
 
 
 def test_bad_words() -> None:

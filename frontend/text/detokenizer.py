@@ -91,8 +91,9 @@ class StreamDetokenizer:
         return "".join([self._step(token) for token in ids])
 
     def flush(self) -> str:
-        base = self._decode(self._context)
-        text = self._decode(self._context + self._pending)[len(base) :]
+        base, whole = self._decode(self._context), self._decode(self._context + self._pending)
+        # Bytes that are no character turn those before them in a run into U+FFFD, too: these were sent as they were.
+        text = whole[len(base) :] if whole.startswith(base) else self._decode(self._pending)
         self._context, self._pending = [], []
         return text
 
@@ -105,8 +106,7 @@ class StreamDetokenizer:
             self._stream = DecodeStream(ids=self._pending, skip_special_tokens=self._skip)
         if text is None:
             return ""
-        self._context = (self._context + self._pending)[-CONTEXT:]
-        self._pending = []
+        self._context, self._pending = self._pending[-CONTEXT:], []
         if self._added:
             bare = self._added.get(token)
             if bare is not None and self._last_added:

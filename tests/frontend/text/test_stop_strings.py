@@ -65,3 +65,10 @@ def test_any_cut_gives_the_same(text: str, stops: list[str], cuts: list[int], in
     parts.append(text[at:])
     shown, found = run(parts, stops, include)
     assert ("".join(shown), found) == naive(text, stops, include)
+
+
+def test_what_was_shown_or_dropped_is_not_shown_again() -> None:
+    matcher = StopStrings(["ZZZ"], False)
+    assert [matcher.feed("aZ"), matcher.flush(), matcher.flush(), matcher.feed("Zb")] == ["a", "Z", "", "Zb"]
+    matcher = StopStrings(["ZZZ"], False)
+    assert [matcher.feed("aZ"), matcher.feed("ZZZ"), matcher.flush()] == ["a", "", ""]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
-from tests.support.tokenizers_for_tests import byte_level
+from tests.support.tokenizers_for_tests import byte_level, sentencepiece
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.choice import Choice
-from wavecore.frontend.client.mailbox import Mailbox, OutputKind
+from wavecore.frontend.client.mailbox import Mailbox, OutputKind, notify
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.outputs import Logprob
@@ -134,3 +136,166 @@ def test_a_fault_in_the_text_ends_the_request_only(caplog: pytest.LogCaptureFixt
     assert output.finished
     assert "IndexError" in str(output.error)
     assert "cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("stop", [[], ["zzz"]], ids=["plain", "with a stop string"])
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_stop_token_is_an_id_and_text_on_demand_only(size: int, include: bool, stop: list[str]) -> None:
+    """Here it is an ordinary word, as a stop token id may be."""
+    tokens = [*ids("a"), *ids("b"), *ids("c")]
+    for finish, text in ((FinishReason.STOP, "abc" if include else "ab"), (FinishReason.LENGTH, "abc")):
+        ended = choice(stop=stop, include_stop_str_in_output=include)
+        for i in range(0, len(tokens), size):
+            last = i + size >= len(tokens)
+            ended.feed(tokens[i : i + size], (), finish if last else FinishReason.NONE, tokens[-1] if last else None)
+        output = ended.take()
+        assert (output.text, output.token_ids, output.stop_reason) == (text, tokens, tokens[-1])
+
+
+def test_text_that_might_have_become_a_stop_string_is_shown_at_the_end() -> None:
+    held = choice(stop="abZZZ", keep_all=False)
+    held.feed([*ids("a"), *ids("b")])
+    assert held.take().text == ""
+    held.feed(ids("Z"), finish=FinishReason.LENGTH)
+    assert held.take().text == "abZ"
+
+
+def test_what_a_detokenizer_held_back_goes_through_the_stop_strings_and_is_none_after_one() -> None:
+    class Late:
+        """Gives everything but the first letter at the end only."""
+
+        def feed(self, ids: object) -> str:
+            return "S"
+
+        def flush(self) -> str:
+            return "TOP and more"
+
+    def late(stop: str) -> tuple[str, object]:
+        params = SamplingParams(stop=stop)
+        one = Choice(0, params, Late(), keep_all=True)
+        one.feed([1], finish=FinishReason.LENGTH)
+        output = one.take()
+        return output.text, output.finish_reason
+
+    assert late("STOP") == ("", "length")
+    assert late("S") == ("", "stop")
+    assert late("x") == ("STOP and more", "length")
+
+
+def test_deltas_hold_the_logprobs_of_their_tokens_alone() -> None:
+    for keep_all, second in ((False, [6]), (True, [5, 6])):
+        one = choice(keep_all=keep_all, logprobs=1)
+        one.feed([5], [entry(5)])
+        one.take()
+        one.feed([6], [entry(6)])
+        output = one.take()
+        assert output.logprobs is not None
+        assert [next(iter(e)) for e in output.logprobs] == output.token_ids == second
+        assert output.cumulative_logprob == -2.0
+
+
+def mailbox_of(kind: OutputKind = OutputKind.DELTA, prompt: list[int] | None = None, **params: object) -> Mailbox:
+    values = SamplingParams(**params)  # type: ignore[arg-type]
+    request = EngineRequest("r", None, np.array(prompt or [1], np.int32), values, {})
+    return Mailbox(request, TOKENIZER, ThreadNotifier(), kind)
+
+
+def test_rows_of_a_choice_that_ended_change_nothing() -> None:
+    mailbox = mailbox_of()
+    assert not mailbox.deliver(0, [5], FinishReason.LENGTH, {}, ())
+    assert not mailbox.deliver(0, [6], FinishReason.NONE, {"seed": 3, "cached_tokens": 4}, ())
+    output = mailbox.take()
+    assert output is not None
+    assert (output.outputs[0].token_ids, output.outputs[0].seed, output.num_cached_tokens) == ([5], None, None)
+    assert output.metrics is not None and output.metrics.num_generation_tokens == 1
+
+
+def test_what_a_deadline_or_a_stop_token_says_reaches_the_caller() -> None:
+    for finish, extra, reason in (
+        (FinishReason.TIMEOUT, {"message": "waited 3 s", "code": "timeout"}, "waited 3 s"),
+        (FinishReason.STOP, {"stop_token": 7}, 7),
+        (FinishReason.STOP, {}, None),
+    ):
+        mailbox = mailbox_of()
+        assert not mailbox.deliver(0, [5], finish, extra, ())
+        output = mailbox.take()
+        assert output is not None
+        assert (output.outputs[0].stop_reason, output.outputs[0].finish_reason) == (reason, finish.name.lower())
+
+
+def test_tokens_that_come_with_an_error_are_kept() -> None:
+    mailbox = mailbox_of()
+    mailbox.deliver(0, [5, 6], FinishReason.ERROR, {"code": "numerical", "message": "NaN"}, ())
+    output = mailbox.take()
+    assert output is not None
+    assert output.outputs[0].token_ids == [5, 6] and "NaN" in str(output.error)
+
+
+def test_latencies_are_those_of_the_first_and_of_the_newest_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("wavecore.frontend.client.mailbox.time.monotonic", lambda: now)
+    mailbox = mailbox_of(kind=OutputKind.CUMULATIVE, n=2)
+    for seconds, index, tokens in ((1.0, 1, [5, 6]), (3.0, 0, [7]), (4.0, 0, [])):
+        now = 100.0 + seconds
+        mailbox.deliver(index, tokens, FinishReason.NONE, {}, ())
+    output = mailbox.take()
+    assert output is not None and output.metrics is not None
+    metrics = output.metrics
+    assert (metrics.first_token_latency, metrics.last_token_latency, metrics.num_generation_tokens) == (1.0, 3.0, 3)
+
+
+def test_prompt_logprobs_that_come_in_parts_are_one_list() -> None:
+    def frames(token: int) -> list[object]:
+        return [
+            from_numpy(np.array([[token, token]], np.int32)),
+            from_numpy(np.array([[-1.0, -1.0]], np.float32)),
+            from_numpy(np.array([1], np.int32)),
+        ]
+
+    mailbox = mailbox_of(prompt=[1, 2, 3], prompt_logprobs=1)
+    for token in (2, 3):
+        mailbox.deliver(0, [], FinishReason.NONE, {"prompt_logprobs": [0, 1, 2]}, frames(token))  # type: ignore[arg-type]
+    mailbox.deliver(0, [5], FinishReason.LENGTH, {}, ())
+    output = mailbox.take()
+    assert output is not None and output.prompt_logprobs is not None
+    assert [None if e is None else next(iter(e)) for e in output.prompt_logprobs] == [None, 2, 3]
+
+
+def test_whole_outputs_show_every_choice_and_deltas_those_with_news() -> None:
+    for kind, shown in ((OutputKind.DELTA, [1]), (OutputKind.CUMULATIVE, [0, 1])):
+        mailbox = mailbox_of(kind=kind, n=2)
+        mailbox.deliver(1, [5], FinishReason.NONE, {}, ())
+        output = mailbox.take()
+        assert output is not None and not output.finished
+        assert [o.index for o in output.outputs] == shown
+        assert mailbox.has_tokens and mailbox.take() is None
+
+
+def test_one_notice_until_it_is_taken_and_all_of_a_notifier_in_one_call() -> None:
+    told: list[list[Mailbox]] = []
+
+    class Recorder:
+        def notify(self, mailboxes: Sequence[Mailbox]) -> None:
+            told.append(list(mailboxes))
+
+    first, second = mailbox_of(), mailbox_of()
+    first.notifier = second.notifier = Recorder()
+    for mailbox in (first, second):
+        mailbox.deliver(0, [5], FinishReason.NONE, {}, ())
+    notify([first, second])
+    notify([first, second])
+    assert told == [[first, second]]
+    first.take()
+    notify([first, second])
+    assert told == [[first, second], [first]]
+
+
+def test_the_first_word_keeps_its_space_behind_the_prompt() -> None:
+    tokenizer = Tokenizer(sentencepiece(), "test")
+    prompt, new = sentencepiece().encode("the").ids, sentencepiece().encode("is").ids
+    request = EngineRequest("r", None, np.array(prompt, np.int32), SamplingParams(), {})
+    mailbox = Mailbox(request, tokenizer, ThreadNotifier(), OutputKind.FINAL)
+    mailbox.deliver(0, new, FinishReason.LENGTH, {}, ())
+    output = mailbox.take()
+    assert output is not None and output.outputs[0].text == " is"

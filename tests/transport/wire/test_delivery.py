@@ -170,3 +170,64 @@ def test_many_small_or_few_large_messages_are_reported_at_once() -> None:
     assert inbox.report_due and inbox.report() == (REPORT_MESSAGES, False)
     inbox.accept(REPORT_MESSAGES + 1, 2 << 20)
     assert inbox.report_due
+
+
+def numbered(count: int, sent: int) -> Outbox:
+    """Messages 1 to `count`, the first `sent` of them transmitted, all at time 0."""
+    outbox = Outbox(100, 1 << 20)
+    for number in range(1, count + 1):
+        outbox.append([struct.pack("I", number)], 0.0)
+    for _ in range(sent):
+        outbox.advance()
+    return outbox
+
+
+def next_of(outbox: Outbox) -> int | None:
+    frames = outbox.peek()
+    return None if frames is None else int(struct.unpack("I", frames[0])[0])
+
+
+@pytest.mark.parametrize("again", [0, 1, 2, 3, 4])
+def test_word_that_comes_late_while_messages_go_out_again_moves_on_behind_what_it_names(again: int) -> None:
+    """The connection broke behind five messages; what says that three had arrived comes when `again` are out anew."""
+    outbox = numbered(6, sent=5)
+    outbox.rewind(0.5)
+    for _ in range(again):
+        outbox.advance()
+    assert outbox.acknowledge(3, False, 0.6)
+    assert next_of(outbox) == max(4, again + 1) and len(outbox) == 3
+
+
+def test_time_without_progress_counts_from_the_first_message_that_waits() -> None:
+    outbox = numbered(1, sent=1)
+    outbox.acknowledge(1, False, 0.1)
+    outbox.append([struct.pack("I", 2)], 50.0)
+    outbox.advance()
+    outbox.acknowledge(1, False, 50.5)
+    assert next_of(outbox) is None
+    outbox.acknowledge(1, False, 51.0)
+    assert next_of(outbox) == 2
+
+
+def test_a_hole_before_the_first_message_is_reported_and_once_only() -> None:
+    inbox = Inbox()
+    assert not inbox.accept(2, 1) and inbox.report_due
+    assert [inbox.report(), inbox.report()] == [(0, True), (0, False)]
+
+
+def test_a_hole_that_is_filled_before_the_report_is_none() -> None:
+    inbox = Inbox()
+    for number in (1, 3, 2):
+        inbox.accept(number, 1)
+    assert not inbox.report_due and inbox.report() == (2, False)
+
+
+def test_a_new_connection_begins_the_wait_anew() -> None:
+    outbox = numbered(2, sent=2)
+    outbox.rewind(0.875)
+    for _ in range(2):
+        outbox.advance()
+    outbox.acknowledge(0, False, 1.5)
+    assert next_of(outbox) is None
+    outbox.acknowledge(0, False, 1.875)
+    assert next_of(outbox) == 1

@@ -261,6 +261,42 @@ def test_a_copy_never_reads_what_its_own_step_writes() -> None:
     assert kv.take_events().copies == []
 
 
+def test_a_copy_of_this_step_is_neither_copied_nor_swapped_out_by_it() -> None:
+    """All copies of a plan run at once, and its swaps beside them: a block that one fills can be the source of none."""
+    d = driver(swap_space_gib=1.0)
+    kv = d.core.requests.kv
+    before, first, fork = (d.core.admit(make_add(i, LONG[:n])) for i, n in enumerate((16, 16, 15)))
+    assert kv.allocate(before, None, 0) == (0, False)
+    kv.register(before, 16)
+    kv.take_events()
+    assert kv.allocate(first, None, 0) == (15, False)  # all of it was there, and its last block is copied
+    assert kv.events.copies == [(before.blocks[3], first.blocks[3])]
+    assert not kv.swap_out(first, 15)
+    assert kv.allocate(fork, first, 0) == (12, False)
+    kv.take_events()
+    another = d.core.admit(make_add(3, LONG[:15]))
+    assert kv.allocate(another, first, 0) == (14, False)
+    assert kv.swap_out(first, 15)
+
+
+def test_choices_that_wait_share_nothing_with_a_source_from_before_a_reset() -> None:
+    """The weights may be others now; the source runs on with what it has."""
+    d = driver(max_num_seqs=2)
+    d.add(0, LONG, max_tokens=60, n=2, seed=1)
+    d.add(5, [7] * 3, max_tokens=60)
+    for _ in range(6):
+        d.step()
+    assert 1 not in d.outputs, "both places are taken"
+    d.core.utilities.reset_prefix_cache()
+    before = d.core.requests.totals.prompt_tokens
+    d.core.abort(CLIENT, [5])
+    while 1 not in d.outputs:
+        d.step()
+    assert d.finish.keys() == {5}, "the source still runs"
+    assert d.core.requests.totals.prompt_tokens - before == 40
+    d.run()
+
+
 def test_embeddings_end_with_their_vector() -> None:
     d = driver(max_num_batched_tokens=16, max_num_seqs=4)
     for handle, kind in enumerate(("mean", "last", "mean")):

@@ -9,6 +9,7 @@ import pytest
 from tests.support.scheduler_driver import SchedulerDriver, make_add
 
 from wavecore.engine_core.execution.scripted_runner import Script
+from wavecore.engine_core.plan import StepPlan, StepResult
 from wavecore.engine_core.request import Request
 from wavecore.transport.errors import Overloaded, ValidationError
 from wavecore.transport.wire.messages import Add, FinishReason, TensorFrame
@@ -105,6 +106,31 @@ def test_without_chunked_prefill_a_prompt_must_fit_into_a_step() -> None:
         driver.add(handle, [1 + handle] * 16, max_tokens=20, seed=1, ignore_eos=True)
     driver.run()
     driver.check_all()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_without_chunked_prefill_no_prompt_is_computed_in_parts(chunked: bool) -> None:
+    """Each waits for a step that has room for all of it; one that comes back longer than a step has to be cut."""
+    settings = {"block_size": 4, "num_gpu_blocks_override": 13, "max_num_batched_tokens": 16, "max_num_seqs": 3}
+    driver = SchedulerDriver(SCRIPT, enable_chunked_prefill=chunked, enable_prefix_caching=False, **settings)
+    rows: list[tuple[int, int, int]] = []  # start, length, tokens of the request when it started
+    starting: dict[int, int] = {}
+    run = driver.runner.run
+
+    def recorded(plan: StepPlan) -> StepResult:
+        starting.update({new.slot: len(new.token_ids) for new in plan.new_requests})
+        slots = plan.slots.tolist()
+        rows.extend(zip(plan.starts.tolist(), plan.query_lens.tolist(), map(starting.__getitem__, slots), strict=True))
+        return run(plan)
+
+    driver.runner.run = recorded  # type: ignore[method-assign]
+    for handle in range(5):
+        driver.add(handle, [1 + handle] * 10, max_tokens=20, seed=1, ignore_eos=True)
+    driver.run()
+    driver.check_all()
+    parts = [row for row in rows if row[0] + row[1] < row[2] or (row[0] and row[1] > 1)]
+    assert any(length > 16 for _, _, length in rows), "one must come back longer than a step"
+    assert any(length <= 16 for _, _, length in parts) == chunked
 
 
 def test_seed_is_fresh_without_one_and_stable_with_a_base() -> None:

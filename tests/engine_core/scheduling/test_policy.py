@@ -153,3 +153,28 @@ def test_priority_can_starve_and_hybrid_cannot() -> None:
         driver.run()
         driver.check_all()
     assert started == {"priority": False, "hybrid": True}
+
+
+@pytest.mark.parametrize("later, preemptions", [(60.0, 0), (59.0, 1)])
+def test_of_two_with_equal_keys_the_one_that_came_first_keeps_its_place(later: float, preemptions: int) -> None:
+    """Waiting has just made up for the difference of their priorities."""
+    clock = Clock()
+    driver = SchedulerDriver(SCRIPT, clock=clock, max_num_seqs=1, scheduling_policy="hybrid", ageing_seconds=60.0)
+    driver.add(0, [1] * 20, {"priority": 1}, max_tokens=30)
+    driver.step()
+    clock.now += later
+    driver.add(1, [2] * 20, {"priority": 0}, max_tokens=3)
+    driver.run()
+    driver.check_all()
+    assert driver.core.requests.totals.preemptions == preemptions
+
+
+def test_a_better_key_alone_pushes_nobody_out() -> None:
+    """A further choice arrived with its request, before the one that has taken the place beside it meanwhile."""
+    driver = SchedulerDriver(SCRIPT, max_num_seqs=2, max_num_batched_tokens=16, scheduling_policy="priority")
+    driver.add(0, [1] * 40, {"priority": 1}, max_tokens=30, n=2)
+    driver.add(5, [2] * 4, {"priority": 1}, max_tokens=30)
+    driver.run()
+    driver.check_all()
+    assert driver.first_step[5] < driver.first_step[1]
+    assert driver.core.requests.totals.preemptions == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 from typing import Any
 
 import psutil
@@ -14,22 +16,22 @@ from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.prompts import as_prompt
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("count", [3_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3_000, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_many_short_requests_with_random_aborts(deploy: Any, count: int) -> None:
-    """Two hundred thousand short requests come and go, a third of them aborted at a random moment.
+    """Thousands of short requests come and go, a third of them aborted at a random moment.
 
-    The memory of engine and client stays flat, and the number of free cache blocks is what it was at the start.
+    No object of any stays in the client, the engine's memory stays flat, and the number of free cache blocks is what it
+    was at the start.
     """
     with deploy(num_gpu_blocks_override=200, max_num_seqs=64) as deployed:
         chance = random.Random(count)
         service, notifier = deployed.llm._service, ThreadNotifier()
         client = service.client
-        processes = [psutil.Process(), psutil.Process(deployed.engine.pid)]
+        engine = psutil.Process(deployed.engine.pid)
         params = [SamplingParams(max_tokens=n, temperature=0) for n in (1, 2, 4)]
         live: dict[Mailbox, None] = {}
         sent = ended = 0
-        settled: list[int] = []
+        settled: tuple[int, int] | None = None
         while ended < count:
             while sent < count and len(live) < 200:
                 prompt = as_prompt(
@@ -45,10 +47,17 @@ def test_many_short_requests_with_random_aborts(deploy: Any, count: int) -> None
                 del live[mailbox]
                 ended += 1
                 mailbox = notifier.wait(0)
-            if not settled and ended > count // 4:
-                settled = [p.memory_info().rss for p in processes]
-        assert client.num_live == 0
-        grown = [p.memory_info().rss - before for p, before in zip(processes, settled, strict=True)]
-        print(f"{count} requests; grown since the first quarter: client {grown[0]} bytes, engine {grown[1]} bytes")
-        assert max(grown) < 16 << 20
+            if settled is None and ended > count // 4:
+                settled = _objects(), engine.memory_info().rss
+        assert client.num_live == 0 and settled is not None
+        objects, grown = _objects() - settled[0], engine.memory_info().rss - settled[1]
+        print(f"{count} requests; grown since the first quarter: client {objects} objects, engine {grown} bytes")
+        assert objects < count // 4, "one object of each request makes three quarters of them"
+        assert grown < 16 << 20
         assert deployed.call("memory_stats")["blocks_in_use"] == 0
+
+
+def _objects() -> int:
+    """Blocks that Python's allocator holds in this process."""
+    gc.collect()
+    return sys.getallocatedblocks()

@@ -148,6 +148,13 @@ def test_an_incomplete_end_is_one_replacement_whatever_was_sent_before(sent: int
     assert detokenizer.flush() == ""
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_special_token_at_the_end_is_text_on_demand_only(skip: bool) -> None:
+    ids = [*tokens("▁the"), sentencepiece().token_to_id("</s>")]
+    shown = "".join(pieces(StreamDetokenizer(sentencepiece(), skip, []), ids))
+    assert shown == sentencepiece().decode(ids, skip_special_tokens=skip) == ("the" if skip else "the</s>")
+
+
 def test_what_is_flushed_keeps_the_space_behind_what_was_sent() -> None:
     """A token that is a replacement character itself looks like the beginning of one."""
     content = json.loads(sentencepiece().to_str())

@@ -28,7 +28,7 @@ class TimingWheel(Generic[Item]):
         # By level and tick >> (BITS * level). A bucket holds the tick of each of its items; cancelling may empty it.
         self._levels: list[dict[int, dict[Item, int]]] = [{} for _ in range(LEVELS)]
         self._bucket_of: dict[Item, dict[Item, int]] = {}
-        self._next: float = math.inf  # no bucket begins before this tick
+        self._next: float = math.inf  # nothing is due before this tick
 
     def __len__(self) -> int:
         return len(self._bucket_of)
@@ -65,7 +65,7 @@ class TimingWheel(Generic[Item]):
                     fired.append(item)
                 else:
                     self._place(item, tick)
-        self._tick = max(self._tick, target)
+        self._tick = target
         return fired
 
     def _first_bucket(self) -> tuple[float, int]:
@@ -79,4 +79,4 @@ class TimingWheel(Generic[Item]):
         level = min(max((tick - self._tick).bit_length() - 1, 0) // BITS, LEVELS - 1)
         bucket = self._bucket_of[item] = self._levels[level].setdefault(tick >> (BITS * level), {})
         bucket[item] = tick
-        self._next = min(self._next, tick >> (BITS * level) << (BITS * level))
+        self._next = min(self._next, tick)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from tests.support.scheduler_driver import Clock, SchedulerDriver
 
+from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.plan import StepPlan, StepResult
 from wavecore.engine_core.scheduling import pace
@@ -189,3 +191,84 @@ def test_the_size_of_a_step_is_told_before_it_is_waited_for() -> None:
     while driver.core.has_work:
         driver.step()
     assert told == pytest.approx([160.0, 0.018, 0.018])  # the guess was twice as much; what was seen counts a fifth
+
+
+def sizes(first: float, *learned: tuple[int, float, float]) -> list[int]:
+    """Of steps that should take a second, after each of (tokens, seconds of them, seconds of the decoding rows)."""
+    size = pace.StepSize(1.0, first)
+    found = [size.tokens]
+    for step in learned:
+        size.learn(*step)
+        found.append(size.tokens)
+    return found
+
+
+def test_the_size_of_a_step_is_scaled_by_the_last_one() -> None:
+    assert sizes(1000, (1000, 2.0, 0.0), (500, 0.8, 0.0)) == [1000, 500, 625]
+    assert sizes(1000, (1000, 0.01, 0.0)) == [1000, 2000], "at most twice as large at once"
+    assert sizes(1000, (1000, 100.0, 0.0)) == [1000, 250], "and a quarter: a hiccup says little of the tokens"
+    assert sizes(1000, (10, 0.1, 0.0)) == [1000, 1000], "a small step that was fast says nothing against larger ones"
+    assert sizes(1000, (4000, 2.0, 0.0)) == [1000, 1000], "nor does a larger one that was slow ask for more"
+    assert sizes(4, (16, 100.0, 0.0)) == [pace.LEAST_TOKENS] * 2
+    assert sizes(1000, (1000, 0.5, 0.6), (1200, 1.2, 0.6)) == [1000, 1200, 600]  # twice what the decoding rows take
+
+
+def stepping(**changes: Any) -> tuple[pace.Pace, Callable[..., None]]:
+    """A pace with these settings, and `step(seconds, *query_lens)`, which tells it of a step."""
+    fields = {name: changes.pop(name) for name in ("device", "token_seconds") if name in changes}
+    info = replace(SchedulerDriver(LONG).runner.info, **fields)
+    made = pace.Pace(EngineConfig(model="scripted:", **changes), info)
+
+    def step(seconds: float, *query_lens: int) -> None:
+        count = len(query_lens)
+        lens, yes = np.array(query_lens, np.int32), np.ones(count, np.bool_)
+        made.learn(StepPlan(0, np.arange(count), np.zeros(count, np.int32), lens, yes), seconds)
+
+    return made, step
+
+
+def test_the_smaller_bound_holds_beside_decoding_rows_on_a_cpu() -> None:
+    made, _ = stepping(device="cpu", token_seconds=0.01, max_inter_token_ms=3000.0)
+    assert (made.prompt_tokens(True), made.prompt_tokens(False)) == (100, 100)
+    made, _ = stepping(device="cpu", token_seconds=0.01, max_inter_token_ms=500.0)
+    assert (made.prompt_tokens(True), made.prompt_tokens(False)) == (50, 100)
+    made, _ = stepping(device="cuda:0", token_seconds=0.01, max_inter_token_ms=500.0)
+    assert (made.prompt_tokens(True), made.prompt_tokens(False)) == (50, pace.UNLIMITED)
+    made, _ = stepping(device="cpu", token_seconds=0.01, max_inter_token_ms=500.0, enable_chunked_prefill=False)
+    assert (made.prompt_tokens(True), made.prompt_tokens(False)) == (pace.UNLIMITED, pace.UNLIMITED)
+    made, _ = stepping(device="cuda:0", max_inter_token_ms=None)
+    assert made.prompt_tokens(True) == pace.UNLIMITED
+
+
+def test_a_step_with_decoding_rows_bounds_what_those_take_alone() -> None:
+    """The first one alone was slow, as first ones are; a later step took less, with a prompt in it."""
+    made, step = stepping(device="cuda:0", token_seconds=1e-4, max_inter_token_ms=50.0)
+    before = made.prompt_tokens(True)
+    step(0.1, 1, 1, 1, 1)
+    step(0.04, 1, 1, 1, 1, before)
+    assert made.prompt_tokens(True) == 2 * before
+    step(0.12, 1, 1, 1, 1, 2 * before)  # 80 ms of its 120 were the prompt's: half of that fits
+    assert made.prompt_tokens(True) == before
+
+
+def test_decoding_rows_are_measured_alone_only_after_many_steps_without() -> None:
+    made, step = stepping(device="cuda:0", token_seconds=1e-4, max_inter_token_ms=50.0)
+    for _ in range(2):
+        for _ in range(pace.PROBE_STEPS - 1):
+            step(0.02, 1, 1, 64)
+            assert made.prompt_tokens(True) > 0
+        step(0.01, 1, 1)  # no prompt waited just then
+    for _ in range(pace.PROBE_STEPS):
+        assert made.prompt_tokens(True) > 0
+        step(0.02, 1, 1, 64)
+    assert [made.prompt_tokens(True) > 0 for _ in range(3)] == [False, True, True]
+
+
+def test_what_a_token_takes_is_learned_from_steps_of_prompts() -> None:
+    made, step = stepping(token_seconds=0.0)
+    step(1.0, 100)
+    assert made.token_seconds == pytest.approx(0.01)
+    step(2.0, 100)
+    assert made.token_seconds == pytest.approx(0.012)
+    step(9.0, *[1] * 40, 60)  # mostly the work of decoding rows
+    assert made.token_seconds == pytest.approx(0.012)

@@ -13,8 +13,8 @@ import pytest
 from tests.support.scheduler_driver import CLIENT, Clock, SchedulerDriver, make_add
 
 from wavecore.engine_core.execution.scripted_runner import Script
-from wavecore.engine_core.plan import OutOfMemory, StepPlan, StepResult
-from wavecore.engine_core.request import State
+from wavecore.engine_core.plan import NewRequest, OutOfMemory, StepPlan, StepResult
+from wavecore.engine_core.request import Request, State
 from wavecore.engine_core.scheduling.step_budget import ALONE_SECONDS, PATIENCE_SECONDS, StepBudget
 from wavecore.transport.wire.messages import FinishReason
 
@@ -306,6 +306,24 @@ def test_a_new_request_is_in_the_very_next_plan() -> None:
     driver.add(1, prompt(1, 3), max_tokens=3)
     plan = driver.core.scheduler.schedule()
     assert plan is not None and plan.num_rows == 2
+
+
+def test_a_prompt_that_found_no_room_is_not_looked_up_in_every_step() -> None:
+    """Its hashes and the blocks under them cost as much as it is long; nothing has changed while no block came free."""
+    driver = small(num_gpu_blocks_override=22, watermark=0.0)
+    tries: list[int] = []
+    start = driver.core.requests.start
+
+    def counted(request: Request, reserve: int) -> NewRequest | None:
+        tries.append(request.handle)
+        return start(request, reserve)
+
+    driver.core.requests.start = counted  # type: ignore[method-assign]
+    driver.add(0, prompt(0, 12), max_tokens=40)
+    driver.add(1, prompt(1, 72), max_tokens=4)
+    driver.run()
+    driver.check_all()
+    assert tries[0] == 0 and 2 <= len(tries) <= 4, tries
 
 
 def test_the_last_in_line_skips_a_step_rather_than_losing_its_blocks() -> None:

@@ -56,15 +56,21 @@ def test_never_early_and_at_most_one_tick_late() -> None:
 
 def test_a_deadline_in_the_past_fires_at_the_next_tick() -> None:
     wheel: TimingWheel[str] = TimingWheel(10.0)
-    wheel.insert(3.0, "late")
-    assert wheel.advance(10.02) == ["late"]
+    for past in (3.0, -1e6, 9.99):
+        wheel.insert(past, f"late by {past}")
+    wheel.insert(12.0, "in time")
+    assert wheel.advance(10.005) == []
+    assert sorted(wheel.advance(10.02)) == ["late by -1000000.0", "late by 3.0", "late by 9.99"]
+    assert wheel.advance(12.01) == ["in time"]
 
 
 def test_time_that_stands_or_steps_back_is_harmless() -> None:
     wheel: TimingWheel[str] = TimingWheel(10.0)
     wheel.insert(11.0, "a")
     assert wheel.advance(9.0) == wheel.advance(10.0) == []
-    assert wheel.advance(11.1) == ["a"]
+    wheel.insert(9.5, "past")
+    assert wheel.advance(8.0) == []
+    assert wheel.advance(11.1) == ["past", "a"]
 
 
 def test_far_deadlines_are_kept() -> None:

@@ -555,6 +555,60 @@ def test_what_cannot_be_made_smaller_is_tried_for_seconds() -> None:
     assert not budget.hopeless
 
 
+def test_steps_of_one_token_that_fail_are_tried_ever_less_often() -> None:
+    clock = Clock()
+    budget = StepBudget(8, clock)
+
+    def pause() -> float:
+        budget.shrink(1)
+        begin = clock.now
+        while budget.paused:
+            clock.now += 0.001
+        return clock.now - begin
+
+    assert [pause() for _ in range(7)] == pytest.approx([0.01, 0.02, 0.04, 0.08, 0.1, 0.1, 0.1], abs=0.002)
+    budget.shrink(1)
+    budget.step_fitted()
+    assert not budget.paused, "one fitted: nothing to wait for"
+    assert pause() == pytest.approx(0.01, abs=0.002)
+
+
+def test_a_request_is_at_fault_only_where_no_step_fits_for_seconds() -> None:
+    clock = Clock()
+    budget = StepBudget(8, clock)
+    for _ in range(3):
+        budget.shrink(1)
+        clock.now += ALONE_SECONDS - 1.0
+        budget.step_fitted()
+    budget.shrink(1)
+    clock.now += 2.0
+    budget.shrink(1)
+    assert not budget.hopeless
+    clock.now += ALONE_SECONDS - 2.0
+    budget.shrink(1)
+    assert budget.hopeless and not budget.paused
+    budget.shrink(4)  # said of the last step alone
+    assert not budget.hopeless
+
+
+def test_the_wait_for_full_steps_counts_from_the_last_failure_and_again_from_their_first_success() -> None:
+    clock = Clock()
+    budget = StepBudget(100, clock)
+    budget.shrink(100)
+    clock.now += PATIENCE_SECONDS * 0.75
+    budget.shrink(50)
+    clock.now += PATIENCE_SECONDS * 0.75
+    budget.step_fitted()
+    assert budget.tokens == 25
+    clock.now += PATIENCE_SECONDS * 0.25
+    for _ in range(2):
+        budget.step_fitted()
+        assert (budget.tokens, budget.failures) == (100, 1)
+    clock.now += PATIENCE_SECONDS
+    budget.step_fitted()
+    assert budget.failures == 0
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("length", [7, 30])
 def test_a_burst_out_of_memory_ends_nobody_and_is_over_in_seconds(asynchronous: bool, length: int) -> None:

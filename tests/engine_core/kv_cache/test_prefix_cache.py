@@ -133,6 +133,17 @@ def test_choices_share_the_prompt() -> None:
         assert ["cached_tokens" in d.extras[handle] for handle in range(n)] == [True] + [False] * (n - 1)
 
 
+def test_what_choices_share_of_their_prompt_is_no_hit_of_the_cache() -> None:
+    d = driver()
+    d.add(0, LONG[:38], max_tokens=9, n=2, seed=4)
+    while 1 not in d.outputs:
+        d.step()
+    assert [entry["cached_tokens"] for entry in d.core.utilities.debug_requests()] == [0, 0]
+    d.run()
+    kv = d.core.requests.kv
+    assert (kv.queries, kv.hits) == (38, 0)
+
+
 def test_choices_go_on_when_the_first_one_ends_early() -> None:
     d = driver(max_num_batched_tokens=8, max_num_seqs=8)
     d.add(0, LONG, max_tokens=4, n=4, seed=1)
@@ -277,6 +288,77 @@ def test_a_copy_of_this_step_is_neither_copied_nor_swapped_out_by_it() -> None:
     another = d.core.admit(make_add(3, LONG[:15]))
     assert kv.allocate(another, first, 0) == (14, False)
     assert kv.swap_out(first, 15)
+
+
+def test_only_computed_blocks_are_swapped_out_and_none_whose_request_begins_anew() -> None:
+    """Prompt log-probabilities need all positions again: what was copied would be thrown away."""
+    d = driver(swap_space_gib=1.0)
+    kv = d.core.requests.kv
+    plain = d.core.admit(make_add(0, LONG[:16]))
+    scored = d.core.admit(make_add(1, LONG[16:32], prompt_logprobs=1))
+    for request in (plain, scored):
+        assert kv.allocate(request, None, 0) == (0, False)
+    kv.take_events()
+    free = kv.host.num_free
+    assert kv.swap_out(plain, 5) and not kv.swap_out(scored, 5)
+    assert len(kv.events.swap_out) == len(plain.host_blocks) == free - kv.host.num_free == 2
+    assert (plain.swapped, plain.blocks) == (5, []) and len(scored.blocks) == 4
+
+
+def test_what_was_swapped_out_in_the_middle_of_a_block_comes_back_as_far_as_it_was_computed() -> None:
+    d = driver(swap_space_gib=1.0, enable_prefix_caching=False)
+    kv = d.core.requests.kv
+    request = d.core.admit(make_add(0, LONG[:16]))
+    kv.allocate(request, None, 0)
+    kv.take_events()
+    assert kv.swap_out(request, 5)
+    kv.take_events()
+    assert kv.allocate(request, None, 0) == (5, True)
+    assert len(kv.events.swap_in) == 2 and request.host_blocks == []
+
+
+def test_a_prompt_that_is_cached_whole_needs_no_more_blocks_than_any_other() -> None:
+    """There is no room for the source and the copy of its last block: that one is computed again."""
+    d = driver(num_gpu_blocks_override=5)
+    kv = d.core.requests.kv
+    first, second = (d.core.admit(make_add(i, LONG[:15])) for i in range(2))
+    for request in (first, second):
+        request.tokens = np.array(LONG[:16], np.int32)
+    kv.allocate(first, None, 0)
+    kv.register(first, 16)
+    kv.take_events()
+    kv.free(first)
+    assert kv.allocate(second, None, 0) == (12, False)
+    assert kv.events.copies == [] and kv.device.num_free == 0
+
+
+def test_a_choice_copies_a_block_only_where_both_write_and_its_source_stays_until_then() -> None:
+    d = driver(enable_prefix_caching=False)
+    kv = d.core.requests.kv
+    source, even, odd = (d.core.admit(make_add(i, LONG[:n])) for i, n in enumerate((18, 17, 18)))
+    kv.allocate(source, None, 0)
+    kv.take_events()
+    assert kv.allocate(even, source, 0) == (16, False) and kv.events.copies == []
+    last = source.blocks[4]
+    assert kv.allocate(odd, source, 0) == (17, False) and kv.events.copies == [(last, odd.blocks[4])]
+    kv.free(source)
+    assert kv.device.refs(last) == 1, "the copy has not read it yet"
+    kv.step_done(kv.take_events().step_id)
+    assert kv.device.refs(last) == 0
+
+
+def test_a_request_that_begins_anew_after_a_reset_shares_again() -> None:
+    d = driver()
+    kv = d.core.requests.kv
+    request = d.core.admit(make_add(0, LONG[:16]))
+    kv.allocate(request, None, 0)
+    request.stale = True  # what a reset says of one that holds blocks
+    kv.register(request, 16)
+    assert kv.device.num_cached == 0
+    kv.free(request)
+    kv.allocate(request, None, 0)
+    kv.register(request, 16)
+    assert kv.device.num_cached == 4
 
 
 def test_choices_that_wait_share_nothing_with_a_source_from_before_a_reset() -> None:

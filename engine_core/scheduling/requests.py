@@ -192,7 +192,7 @@ class Requests:
     def _may_share(self, fork: Request) -> bool:
         """Its source still holds the prompt's blocks, and earlier plans compute all of them."""
         source = fork.source
-        if source is None or fork.started or source.stale or source.state is not State.RUNNING:
+        if source is None or source.stale or source.state is not State.RUNNING:
             return False
         return bool(self.slots.computed[source.slot] >= len(fork.tokens))
 

@@ -13,6 +13,7 @@ import pytest
 from tests.support.scheduler_driver import CLIENT, Clock, SchedulerDriver, make_add
 
 from wavecore.engine_core.execution.scripted_runner import Script
+from wavecore.engine_core.kv_cache.transfers import Transfers
 from wavecore.engine_core.plan import NewRequest, OutOfMemory, StepPlan, StepResult
 from wavecore.engine_core.request import Request, State
 from wavecore.engine_core.scheduling.step_budget import ALONE_SECONDS, PATIENCE_SECONDS, StepBudget
@@ -103,6 +104,41 @@ def step_until(driver: SchedulerDriver, handle: int, state: State) -> None:
             return
         driver.step()
     raise AssertionError(f"request {handle} is never {state.value}")
+
+
+def test_what_is_told_once_is_not_told_again_after_a_preemption() -> None:
+    driver = small(num_gpu_blocks_override=9)
+    for handle in range(6):
+        driver.add(handle, prompt(handle, 12), max_tokens=18)
+    told: list[int] = []
+    while driver.core.has_work:
+        for columns in driver.step().values():
+            told += [int(columns.handles[i]) for i, extras in columns.extras.items() if "seed" in extras]
+    assert driver.core.requests.totals.preemptions > 0 and sorted(told) == list(range(6))
+
+
+def test_plans_never_run_before_transfers_that_earlier_ones_had_to_wait_for() -> None:
+    """Word of an older transfer may come later than the decision to run behind a newer one."""
+    transfers = Transfers()
+    transfers.land(5)
+    transfers.land(3)
+    assert transfers.after == 5
+
+
+def test_what_is_in_host_memory_is_computed_again_after_a_reset() -> None:
+    driver = small(
+        SLOW, num_gpu_blocks_override=24, swap_space_gib=1.0, scheduling_policy="priority",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    swapped_out(driver)
+    request = driver.core.requests.by_client[CLIENT][0]
+    assert request.host_blocks and request.swapped
+    before = driver.core.requests.totals.prompt_tokens
+    driver.core.utilities.reset_prefix_cache()
+    assert request.host_blocks == [] and request.swapped == 0
+    driver.run()
+    driver.check_all()
+    assert driver.core.requests.totals.prompt_tokens - before >= 20
 
 
 def test_others_run_on_while_blocks_come_back_from_the_host() -> None:

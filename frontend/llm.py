@@ -22,7 +22,7 @@ from wavecore.frontend.client.utilities import call_all, heat_map, memory_table,
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
 from wavecore.frontend.progress_bars import UseTqdm
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt, as_prompts
-from wavecore.frontend.text.messages import ChatOptions
+from wavecore.frontend.text.messages import ChatOptions, Tools
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import NotSupportedError, ValidationError
 from wavecore.transport.wire.tensors import to_numpy
@@ -101,7 +101,7 @@ class LLM(BaseLLM):
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Priority = None,
         timeout: float | None = None,

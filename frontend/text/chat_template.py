@@ -1,56 +1,69 @@
-"""A chat template: messages to the text of a prompt, made in the sandbox of `template_sandbox`.
-
-Follows transformers' dialect (`trim_blocks`, `lstrip_blocks`, `break`/`continue`, `{% generation %}`).
-"""
+"""A model's chat template: messages to the text of a prompt. It runs in a process of its own (`template_process`)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2 import TemplateError
-
-from wavecore.frontend.text.template_sandbox import Meter, Refused, Sandbox
+from wavecore.frontend.text.template_process import MAX_BYTES, PROCESSES
 from wavecore.transport.errors import ModelError, ValidationError
 
 MAX_TEMPLATE = 1 << 20  # characters of source
 
 
+@dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template.
+    """A template; it is compiled when it is first used.
 
-    Args:
-        source: jinja2 text.
-        origin: the file it came from, for errors.
-
-    Raises:
-        ModelError: the template does not compile.
+    Attributes:
+        source: jinja2 text; empty where a model has only templates with names.
+        origin: the file it came from, for errors; empty when it came with a request, whose fault all faults are then.
+        named: the sources of a model's other templates, by name.
     """
 
-    def __init__(self, source: str, origin: str) -> None:
-        self.origin = origin
-        self.source = source
-        if len(source) > MAX_TEMPLATE:
-            raise ModelError(f"{origin}: the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE}")
-        try:
-            self._template = Sandbox().guarded(source)
-        except (TemplateError, RecursionError) as error:
-            raise ModelError(f"{origin}: the chat template does not compile: {error}") from error
+    source: str
+    origin: str = ""
+    named: Mapping[str, str] = field(default_factory=dict)
+
+    def choose(self, name: str | None, tools: bool) -> ChatTemplate:
+        """The template of a name; without one the one for tools, if they are given and there is one, or the default.
+
+        Raises:
+            ValidationError: no such template.
+        """
+        name = name or ("tool_use" if tools and "tool_use" in self.named else "default")
+        templates = {"default": self.source, **self.named}
+        if not templates.get(name):
+            reason = f"{name!r:.80} is neither jinja2 text nor one of the model's templates: {', '.join(templates)}"
+            raise ValidationError("chat_template", reason)
+        return ChatTemplate(templates[name], self.origin)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The prompt's text.
 
+        Args:
+            variables: what JSON can carry.
+
         Raises:
-            ValidationError: the template refused the messages, broke a limit of the sandbox or failed.
+            ValidationError: the template refused the messages, failed or took more than a chat template may.
+            ModelError: the model's template does not compile.
+            ResourceError: no process could be started to run it in.
         """
-        meter = Meter()
-        parts: list[str] = []
-        try:
-            for part in self._template.generate({**variables, **meter.hooks}):
-                meter.output(part)
-                parts.append(part)
-            return "".join(parts)
-        except Refused as error:
-            raise ValidationError("messages", f"the chat template refused them: {error}") from error
-        except Exception as error:  # whatever code in a template may raise
-            raise ValidationError("messages", f"the chat template of {self.origin} failed: {error!r:.300}") from error
+        kind, reason = "broken", f"it has {len(self.source)} characters; the limit is {MAX_TEMPLATE}"
+        if len(self.source) <= MAX_TEMPLATE:
+            data = json.dumps(variables)
+            if len(data) > MAX_BYTES:
+                raise ValidationError("messages", f"hold {len(data)} characters; the limit is {MAX_BYTES}")
+            kind, reason = PROCESSES.render(self.source, data)
+        if kind == "text":
+            return reason
+        if kind == "refused":
+            raise ValidationError("messages", f"the chat template refused them: {reason}")
+        reason = f"the chat template {'does not compile' if kind == 'broken' else 'failed'}: {reason}"
+        if not self.origin:
+            raise ValidationError("chat_template", reason)
+        if kind == "broken":
+            raise ModelError(f"{self.origin}: {reason}")
+        raise ValidationError("messages", f"{reason} ({self.origin})")

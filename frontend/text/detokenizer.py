@@ -132,7 +132,7 @@ def token_bytes(name: str) -> bytes:
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether decoding is joining the bytes of tokens and nothing else."""
-    decoder = json.loads(tokenizer.to_str())["decoder"] if tokenizer.decoder is not None else None
+    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else None
     while decoder is not None and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
         decoder = decoder["decoders"][0]
     return decoder is not None and decoder["type"] == "ByteLevel"

@@ -5,9 +5,12 @@ No torch and no transformers in here: a `Tokenizer` wraps `tokenizers.Tokenizer`
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 import tokenizers
@@ -15,20 +18,15 @@ import tokenizers
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.text.chat_template import ChatTemplate
 from wavecore.frontend.text.detokenizer import ByteDetokenizer, ByteTable, Detokenizer, StreamDetokenizer, is_byte_level
-from wavecore.frontend.text.messages import (
-    ChatOptions,
-    ContentMarker,
-    check_messages,
-    check_template_kwargs,
-    cut_behind,
-    map_strings,
-    pick_marker,
-)
+from wavecore.frontend.text.length_bound import LengthBound
+from wavecore.frontend.text.messages import ChatOptions, Tools, plain, plain_conversation
+from wavecore.frontend.text.special_text import SpecialText, unused_characters, written
 from wavecore.transport.errors import NotSupportedError, ValidationError
 from wavecore.transport.wire.checks import OF_REQUEST
 
 MAX_DECODE = 1 << 24  # ids in one call
-MAX_TOKEN_CHARACTERS = 256  # longest run of characters that one token may stand for, for refusing huge texts unread
+LONG_TEXT = 2000  # characters; encoding more must not hold up this program's other threads
+SHORT_TOKEN = 4  # characters; a text of fewer a token is encoded without a look at its least length
 
 
 class Encoded(dict[str, Any]):
@@ -73,8 +71,8 @@ class Tokenizer:
         """
         if parse_special:
             return self._encode(text, add_special_tokens)
-        marker = pick_marker([text])
-        ids = self._encode_marked(self._marker.mark(text, marker), marker)
+        [mark] = unused_characters("prompt", text, 1)
+        ids = self._encode_pieces(self._special_text.pieces(self._special_text.mark(text, mark), mark))
         before, after = self._around if add_special_tokens else ([], [])
         return [*before, *ids, *after]
 
@@ -92,7 +90,7 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         chat_template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         **chat_template_kwargs: Any,
     ) -> Any:
         """Prompt of a conversation, as in transformers: token ids, or its text with `tokenize=False`."""
@@ -112,34 +110,31 @@ class Tokenizer:
             ValidationError: malformed messages, or the template refused them.
             NotSupportedError: the model has no chat template and none is given.
         """
-        source = options.chat_template
-        template = ChatTemplate(source, "the given chat_template") if source else self.chat_template
-        if template is None:
+        given = options.chat_template
+        if given is not None and "{" in given:  # else it is a name
+            template = ChatTemplate(given)
+        elif self.chat_template is not None:
+            template = self.chat_template.choose(given, options.tools is not None)
+        else:
             raise NotSupportedError(
                 f"{self.origin} has no chat template; give one as chat_template=, or use generate() with a whole prompt"
             )
-        checked = check_messages(messages)
-        seen: list[str] = []
-        map_strings([checked, options.tools], seen.append)
-        marker = pick_marker(seen)
-
-        def mark(text: str) -> str:
-            return self._marker.mark(text, marker)
-
-        marked = [{**map_strings(message, mark), "role": message["role"]} for message in checked]
-        variables = {
-            **self.named_tokens,
-            **check_template_kwargs(options.chat_template_kwargs or {}),
-            "messages": marked,
-            "tools": map_strings(options.tools, mark) if options.tools else None,
-            "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
-        }
-        text = template.render(variables)
-        if options.continue_final_message:
-            text = cut_behind(text, marked[-1]["content"])
+        conversation = plain_conversation(messages, options.tools, options.chat_template_kwargs or {})
+        special, continues = self._special_text, options.continue_final_message
+        try:
+            seen = json.dumps([conversation, template.source], ensure_ascii=False)
+        except ValueError as error:  # a number of thousands of digits
+            raise ValidationError("messages", f"cannot be written as JSON: {error}") from error
+        mark, end = unused_characters("messages", seen, 2)
+        marked = plain("messages", conversation, lambda text: special.mark(text, mark))
+        content = _mark_end(marked["messages"][-1], end) if continues else ""
+        opened = {"add_generation_prompt": options.add_generation_prompt and not continues}
+        text = template.render({"documents": None, **self.named_tokens, **marked, **opened})
+        pieces = special.pieces(_cut_at_end(text, end, content) if continues else text, mark)
+        text = "".join(pieces)
         if max_tokens is not None:
             self.check_length(text, max_tokens)
-        return text.replace(marker, ""), self._encode_marked(text, marker)
+        return text, self._encode_pieces(pieces)
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Refuse a text that cannot fit, before the time to encode it is spent.
@@ -147,7 +142,7 @@ class Tokenizer:
         Raises:
             ValidationError: longer than any `max_tokens` tokens can be.
         """
-        if len(text) > max_tokens * MAX_TOKEN_CHARACTERS:
+        if len(text) > max_tokens * SHORT_TOKEN and self._length_bound.exceeds(text, max_tokens):
             raise ValidationError(
                 "prompt", f"{len(text)} characters are more than max_model_len {max_tokens} tokens can hold"
             )
@@ -242,8 +237,12 @@ class Tokenizer:
         return self.backend.get_added_tokens_decoder()
 
     @cached_property
-    def _marker(self) -> ContentMarker:
-        return ContentMarker(list(self.special_tokens.values()))
+    def _special_text(self) -> SpecialText:
+        return SpecialText(list(self.special_tokens.values()))
+
+    @cached_property
+    def _length_bound(self) -> LengthBound:
+        return LengthBound(self.backend)
 
     @cached_property
     def _visible_bytes(self) -> ByteTable:
@@ -256,15 +255,53 @@ class Tokenizer:
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
         """The ids that `add_special_tokens` puts before and after a text."""
-        whole, plain = self._encode("a", True), self._encode("a", False)
-        at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
-        return whole[:at], whole[at + len(plain) :]
+        whole = self.backend.encode("a")
+        before = list(takewhile(itemgetter(1), zip(whole.ids, whole.special_tokens_mask, strict=True)))
+        after = whole.special_tokens_mask[len(before) :].count(1)
+        return whole.ids[: len(before)], whole.ids[len(whole.ids) - after :]
 
-    def _encode_marked(self, text: str, marker: str) -> list[int]:
-        return [i for piece in text.split(marker) if piece for i in self._encode(piece, False)]
+    def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
+        """Ids of a text that is cut, so that no token forms across a cut."""
+        ids = self._encode(pieces[0], False)
+        line_end = self._encode("\n", False) if pieces[1:] else []
+        for piece in pieces[1:]:
+            # Behind the end of a line, because many tokenizers put a space before what begins a text.
+            found = self._encode("\n" + piece, False)
+            inside = found[: len(line_end)] == line_end
+            ids += found[len(line_end) :] if inside else self._encode(piece, False)
+        return ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < LONG_TEXT:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode`, the call for several texts lets other threads run meanwhile.
+            [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
         except (UnicodeError, TypeError) as error:
             raise ValidationError("prompt", f"is not valid Unicode text: {error!s:.200}") from error
+
+
+def _mark_end(message: dict[str, Any], end: str) -> str:
+    """Put `end` and a space behind the content of a message (its last text part); the content before.
+
+    The space shows afterwards whether the template stripped the content, as in transformers.
+    """
+    content = message.get("content")
+    texts = [p for p in content if isinstance(p, dict) and "text" in p] if isinstance(content, list) else []
+    part, key = (texts[-1], "text") if texts else (message, "content")
+    if not isinstance(content := part.get(key), str):
+        raise ValidationError("messages", "continue_final_message needs a last message with text")
+    part[key] = f"{content}{end} "
+    return content
+
+
+def _cut_at_end(text: str, end: str, content: str) -> str:
+    """A rendered text up to where the marked content ends."""
+    ends = [*written(end).finditer(text)]
+    if not ends or content.strip() not in text:
+        raise ValidationError("messages", "continue_final_message needs a last message that the template shows whole")
+    before = text[: ends[-1].start()]
+    for shown in (f"{end} ", end):  # a template may show the content more than once
+        before = written(shown).sub("", before)
+    return before if text.startswith(" ", ends[-1].end()) else before.rstrip()

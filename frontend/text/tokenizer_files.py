@@ -90,8 +90,10 @@ def _from_gguf(path: Path) -> Tokenizer:
         index = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
         if type(index) is int and 0 <= index < len(tokens):
             named[name] = tokens[index]
-    source = metadata.get("tokenizer.chat_template")
-    return Tokenizer(backend, str(path), ChatTemplate(source, str(path)) if isinstance(source, str) else None, named)
+    key = "tokenizer.chat_template"
+    templates = {"default": metadata.get(key)}
+    templates |= {name.removeprefix(f"{key}."): metadata[name] for name in metadata if name.startswith(f"{key}.")}
+    return Tokenizer(backend, str(path), _chat_template(templates, path), named)
 
 
 def _from_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -119,15 +121,23 @@ def _from_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[tokeniz
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        _check_size(file)
-        return ChatTemplate(file.read_text(encoding="utf-8"), str(file))
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, Mapping)}
-        source = named.get("default")
-    return ChatTemplate(source, str(folder / "tokenizer_config.json")) if isinstance(source, str) else None
+    """The folder's templates: a file wins over tokenizer_config.json."""
+    files = {path.stem: path for path in folder.glob("additional_chat_templates/*.jinja")}
+    if (file := folder / "chat_template.jinja").exists():
+        files["default"] = file
+    for path in files.values():
+        _check_size(path)
+    found = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):
+        found = {t.get("name"): t.get("template") for t in found if isinstance(t, Mapping)}
+    named = dict(found) if isinstance(found, Mapping) else {"default": found}
+    named |= {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    return _chat_template(named, files.get("default", folder / "tokenizer_config.json"))
+
+
+def _chat_template(named: Mapping[Any, Any], origin: Path) -> ChatTemplate | None:
+    texts = {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+    return ChatTemplate(texts.pop("default", ""), str(origin), texts) if texts else None
 
 
 def _check_size(path: Path) -> None:

@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.support.tokenizers_for_tests import SPECIAL, byte_level, sentencepiece, write_folder
 
+from wavecore.frontend.text import tokenizer_files
 from wavecore.frontend.text.gguf_tokenizer import tokenizer_from_gguf
 from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tokenizer
 from wavecore.transport.errors import ModelError, NotSupportedError
@@ -31,18 +33,54 @@ def test_folder(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path / "tokenizer.json").encode("a") == tokenizer.encode("a")
 
 
+def templates(folder: Path) -> dict[str, str]:
+    template = load_tokenizer(folder).chat_template
+    return {} if template is None else {"default": template.source, **template.named}
+
+
 def test_template_file_and_named_templates(tmp_path: Path) -> None:
     write_folder(tmp_path, template=None)
-    assert load_tokenizer(tmp_path).chat_template is None
+    assert templates(tmp_path) == {}
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert templates(tmp_path) == {"default": "json"}
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    template = load_tokenizer(tmp_path).chat_template
-    assert template is not None
-    assert template.source == "d"
+    assert templates(tmp_path) == {"default": "d", "tool_use": "t"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("r")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file t")
+    assert templates(tmp_path) == {"default": "d", "tool_use": "file t", "rag": "r"}
     (tmp_path / "chat_template.jinja").write_text("file")
-    template = load_tokenizer(tmp_path).chat_template
-    assert template is not None
-    assert template.source == "file"
+    assert templates(tmp_path) == {"default": "file", "tool_use": "file t", "rag": "r"}
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "rag"}, {}, 5]}))
+    assert templates(tmp_path) == {"default": "", "tool_use": "file t", "rag": "r"}
+
+
+def test_templates_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<|im_end|>")
+    theirs.chat_template = {"default": "{{ 1 }}{{ eos_token }}", "tool_use": "{{ tools | length }}"}
+    theirs.save_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    ask = [{"role": "user", "content": "a"}]
+    for options in ({}, {"tools": [{"a": 1}]}, {"chat_template": "tool_use", "tools": [{}, {}]}):
+        expected = theirs.apply_chat_template(ask, tokenize=False, **options)
+        assert ours.apply_chat_template(ask, tokenize=False, **options) == expected
+
+
+def test_templates_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = byte_level_metadata(
+        **{
+            "tokenizer.chat_template": "d",
+            "tokenizer.chat_template.tool_use": "t",
+            "tokenizer.chat_templates": ["tool_use"],
+        }
+    )
+    monkeypatch.setattr(tokenizer_files, "read_gguf", lambda path: SimpleNamespace(metadata=metadata))
+    (tmp_path / "x.gguf").touch()
+    assert templates(tmp_path / "x.gguf") == {"default": "d", "tool_use": "t"}
 
 
 def test_truncation_of_a_tokenizer_json_is_off(tmp_path: Path) -> None:

@@ -1,0 +1,221 @@
+"""The processes of chat templates: limits, life and death."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from tests.support.waiting import until
+
+from wavecore.frontend.text import template_process
+from wavecore.frontend.text.template_process import MAX_BUSY, MAX_IDLE, MAX_MEMORY, PROCESSES, TemplateProcess
+from wavecore.transport.errors import ResourceError
+
+HANG = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def none_before_and_after() -> Iterator[None]:
+    PROCESSES.close()
+    before = psutil.Process().children()
+    yield
+    PROCESSES.close()
+    assert psutil.Process().children() == before
+
+
+def render(source: str) -> tuple[str, str]:
+    return PROCESSES.render(source, "{}")
+
+
+def processes() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            if template_process.PROGRAM in process.cmdline():
+                found.append(process)
+    return found
+
+
+def test_a_process_is_kept_for_its_template() -> None:
+    assert render("a") == render("a") == ("text", "a")
+    [first] = processes()
+    assert render("b") == ("text", "b")
+    assert len(processes()) == 2 and first in processes()
+
+
+def test_what_a_process_may_use() -> None:
+    render("a")
+    [process] = processes()
+    assert process.rlimit(psutil.RLIMIT_AS) == (MAX_MEMORY, MAX_MEMORY)
+    for nothing in (psutil.RLIMIT_NOFILE, psutil.RLIMIT_NPROC, psutil.RLIMIT_FSIZE, psutil.RLIMIT_CORE):
+        assert process.rlimit(nothing) == (0, 0)
+    soft, _ = process.rlimit(psutil.RLIMIT_CPU)
+    assert 0 < soft < 10
+    assert os.getsid(process.pid) == process.pid  # so a terminal's Ctrl-C does not reach it
+    assert process.num_threads() == 1
+
+
+def test_secrets_of_the_environment_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    render("a")
+    [process] = processes()
+    assert "MY_TOKEN" not in process.environ()
+
+
+def test_a_process_that_died_is_replaced() -> None:
+    render("a")
+    [process] = processes()
+    process.kill()
+    until(lambda: process.status() == psutil.STATUS_ZOMBIE, "its end")
+    assert render("a") == ("text", "a")
+    [other] = processes()
+    assert other.pid != process.pid
+
+
+def test_a_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "MAX_SECONDS", 1)
+    kind, reason = render(HANG)
+    assert (kind, reason) == ("gone", "it took more than 1 s")
+    assert not processes()
+
+
+def test_a_stopped_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "MAX_SECONDS", 1)
+    render("a")
+    [process] = processes()
+    process.send_signal(signal.SIGSTOP)
+    assert render("a") == ("gone", "it took more than 1 s")
+    assert render("a") == ("text", "a")
+
+
+def test_a_long_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "MAX_BYTES", 100_000)
+    assert render("{{ 'a' * 90000 }}")[0] == "text"
+    assert render("{{ 'a' * 100000 }}") == ("gone", "it made more than 100000 bytes of text")
+
+
+@pytest.mark.parametrize("said", ["nothing", "[1", '["text"]', "7", "[" * 100_000])
+def test_whatever_a_process_says_is_an_answer(said: str) -> None:
+    process = TemplateProcess("a")
+    ours, theirs = template_process.socket.socketpair()
+    process._socket.close()
+    process._socket = ours
+    theirs.sendall(said.encode() + b"\n")
+    with theirs:
+        assert process.ask("{}")[0] == "gone"
+    process.end()
+
+
+def test_few_stay_idle() -> None:
+    for number in range(MAX_IDLE + 2):
+        render(str(number))
+    assert len(processes()) == MAX_IDLE
+    [oldest, *_] = processes()
+    render("2")  # was used least recently of those that are left
+    assert oldest in processes()
+
+
+def test_many_threads_at_once() -> None:
+    seen: list[int] = []
+    answers: list[tuple[str, str]] = []
+
+    def chat(number: int) -> None:
+        for source in ("same", f"{number % 3}"):
+            answers.append(render(source))
+            seen.append(len(processes()))
+
+    threads = [threading.Thread(target=chat, args=(number,)) for number in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == sorted([("text", "same")] * 24 + [("text", str(n % 3)) for n in range(24)])
+    assert max(seen) <= MAX_BUSY + MAX_IDLE + 1
+
+
+def test_no_process_can_be_started() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = os.open("/dev/null", os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + 1, hard))
+    try:
+        with pytest.raises(ResourceError, match="could not be started"):
+            render("a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(held)
+    assert render("a") == ("text", "a")
+
+
+def test_a_python_without_jinja2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ResourceError, match="did not start"):
+        render("a")
+
+
+PROGRAM = """
+import os, signal, sys
+from wavecore.frontend.text.template_process import PROCESSES, PROGRAM
+import psutil
+def processes():
+    return [p.pid for p in psutil.Process().children() if PROGRAM in p.cmdline()]
+assert PROCESSES.render("a", "{}") == ("text", "a")
+[pid] = processes()
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM + code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert not done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_process_ends_with_its_program(end: str) -> None:
+    pid = int(run(f"print(pid, flush=True); {end}"))
+    until(lambda: not psutil.pid_exists(pid), "the end of the process")
+
+
+def test_a_fork_has_processes_of_its_own() -> None:
+    """It shares none with its parent, and does not keep the parent's alive."""
+    code = """
+read, write = os.pipe()
+if not (fork := os.fork()):
+    assert not processes()
+    assert PROCESSES.render("a", "{}") == ("text", "a")
+    assert pid not in processes() and len(processes()) == 1
+    sys.exit(0)
+assert os.waitpid(fork, 0)[1] == 0
+assert PROCESSES.render("a", "{}") == ("text", "a") and processes() == [pid]
+if not os.fork():
+    os.close(1), os.close(2)
+    signal.pause()
+print(pid, [p.pid for p in psutil.Process().children() if p.pid != pid][0], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    pid, fork = map(int, run(code).split())
+    try:
+        until(lambda: not psutil.pid_exists(pid), "the end of the process, although a fork lives")
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def test_a_signal_handler_may_close() -> None:
+    code = """
+signal.signal(signal.SIGALRM, lambda *_: PROCESSES.close())
+signal.setitimer(signal.ITIMER_REAL, 0.01, 0.003)
+for i in range(40):
+    assert PROCESSES.render(str(i % 2), "{}")[0] in ("text", "gone")
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(PROCESSES.render("a", "{}")[1])
+"""
+    assert run(code) == "a\n"

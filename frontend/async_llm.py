@@ -21,12 +21,12 @@ from wavecore.frontend.compat import engine_config
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
 from wavecore.frontend.progress_bars import StartBar
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
-from wavecore.frontend.text.messages import ChatOptions
+from wavecore.frontend.text.messages import ChatOptions, Tools
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import ValidationError, WavecoreError
 from wavecore.transport.wire.checks import OF_REQUEST
 
-LONG_TEXT = 20_000  # characters; encoding more would hold the event loop up for milliseconds
+LONG_TEXT = 2_000  # characters; encoding more would hold the event loop up for milliseconds
 
 
 class AsyncLLM(BaseLLM):
@@ -49,6 +49,7 @@ class AsyncLLM(BaseLLM):
         return llm
 
     def _attach(self, service: Service) -> None:
+        service.start_text_threads()
         super()._attach(service)
         self._notifiers = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopNotifier]()
         self._by_id: dict[str, Mailbox] = {}
@@ -87,7 +88,7 @@ class AsyncLLM(BaseLLM):
         options = RequestOptions(
             priority=priority, timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout
         )
-        encode = partial(self._encode, prompt)
+        encode = partial(self._encode, prompt, options)
         return self._outputs(encode, sampling_params, options, request_id, resume, output_kind)
 
     def chat(
@@ -105,7 +106,7 @@ class AsyncLLM(BaseLLM):
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """`generate` for a conversation, through the chat template as in `LLM.chat`."""
@@ -113,7 +114,7 @@ class AsyncLLM(BaseLLM):
             priority=priority, timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout
         )
         chat = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
-        render = partial(asyncio.to_thread, self._service.chat_prompt, messages, chat)
+        render = partial(self._service.beside_loop, partial(self._service.chat_prompt, messages, chat), options)
         return self._outputs(render, sampling_params, options, request_id, resume, output_kind)
 
     async def embed(
@@ -121,7 +122,9 @@ class AsyncLLM(BaseLLM):
     ) -> EmbeddingRequestOutput:
         """The embedding of one prompt; as `LLM.embed`."""
         options = RequestOptions(pooling=pooling, timeout=timeout)
-        outputs = self._outputs(partial(self._encode, prompt), EMBEDDING_PARAMS, options, kind=OutputKind.FINAL)
+        outputs = self._outputs(
+            partial(self._encode, prompt, options), EMBEDDING_PARAMS, options, kind=OutputKind.FINAL
+        )
         [output] = [output async for output in outputs]
         return EmbeddingRequestOutput.of(output)
 
@@ -192,10 +195,10 @@ class AsyncLLM(BaseLLM):
             del self._by_id[request.request_id]
             self._service.client.abort(mailbox)
 
-    async def _encode(self, prompt: PromptType) -> Prompt:
+    async def _encode(self, prompt: PromptType, options: RequestOptions) -> Prompt:
         found = as_prompt(prompt)
         if found.text is not None and len(found.text) > LONG_TEXT:
-            return await asyncio.to_thread(self._service.encode, found)
+            return await self._service.beside_loop(partial(self._service.encode, found), options)
         return self._service.encode(found)
 
     def _notifier(self) -> LoopNotifier:

@@ -53,7 +53,8 @@ _REFUSED = {
 class Prompt:
     """One prompt, not tokenised yet. Exactly one of text, ids and embeds is the input; text may accompany ids.
 
-    `cache_salt` is as it was given: `RequestOptions` checks it.
+    `cache_salt` is as it was given: `RequestOptions` checks it. `seconds` have gone into making the ids, and count for
+    the request's deadlines.
     """
 
     text: str | None = None
@@ -61,6 +62,7 @@ class Prompt:
     embeds: Any = None
     cache_salt: str | None = None
     parse_special: bool = True
+    seconds: float = 0.0
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:

@@ -88,7 +88,7 @@ class EngineClient:
         """
         can_recover = self.can_recover()  # may read a file: not under the lock
         with self._lock:
-            self._check_open()
+            self.check_open()
             if self._requests.submit(mailbox, can_recover):
                 self._watch.look_later()  # the last engine may have been given up since
             if mailbox.request.options.deadlines and not self._sweeping:
@@ -120,7 +120,7 @@ class EngineClient:
             EngineDead: no engine lives.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             up = [index for index in self.engines if engine in (None, index)]
             if not up:
                 raise self._requests.no_engine()
@@ -131,7 +131,7 @@ class EngineClient:
         EngineDead: no engine takes requests; with the cause.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             if not self.engines:
                 raise self._requests.no_engine()
 
@@ -249,7 +249,10 @@ class EngineClient:
                 silent = f"no engine of {self._runtime_dir} answered within {timeout} s; is it overloaded?"
                 raise self._refused or StartError(silent)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises:
+        EngineDead: closed, or the client of another process; with the way out.
+        """
         if self._closed:
             raise EngineDead(self._closed)
         if os.getpid() != self._owner:  # a fork has the object, not its threads

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import _thread
+import asyncio
 import atexit
 import itertools
 import os
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +28,10 @@ from wavecore.frontend.client.mailbox import Mailbox, Notifier, OutputKind
 from wavecore.frontend.client.request import EngineRequest, embeds_frame
 from wavecore.frontend.prompts import Prompt, token_ids
 from wavecore.frontend.text.messages import ChatOptions
+from wavecore.frontend.text.template_process import PROCESSES
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tokenizer
-from wavecore.transport.errors import ModelError, NotSupportedError, ValidationError
+from wavecore.transport.errors import ModelError, NotSupportedError, RequestTimeout, ValidationError, WavecoreError
 from wavecore.transport.processes.supervisor import ChildSpec, Limits, Supervisor
 from wavecore.transport.version import VERSION
 from wavecore.transport.wire.checks import OF_REQUEST
@@ -35,6 +40,7 @@ from wavecore.transport.wire.codec import MAX_FRAME_BYTES
 Progress = Callable[[int, str, float], None]
 NO_OPTIONS = RequestOptions()
 MAX_ID = 1024
+TEXT_THREADS = 4
 MAX_PROMPT_LOGPROBS_CELLS = 1 << 24  # positions x alternatives of one request's prompt_logprobs
 
 
@@ -51,6 +57,7 @@ class Service:
         self.runtime_dir = runtime_dir
         self._supervisor = supervisor
         self._numbers = itertools.count()
+        self._text_threads: ThreadPoolExecutor | None = None
         self.client = EngineClient(runtime_dir, timeout=timeout, version=VERSION)
         try:
             self.resolved = self.client.resolved
@@ -85,6 +92,8 @@ class Service:
         self.client.close()
         if self._supervisor is not None:
             self._supervisor.stop()
+        self._text_threads = None  # they end then; `shutdown` would take a lock, and a signal handler may be here
+        PROCESSES.close()
         atexit.unregister(self.close)
 
     def close_when_dropped(self, owner: object) -> Callable[[], object]:
@@ -129,10 +138,11 @@ class Service:
         """The prompt with ids. The slow part of `prepare` for long texts; may run in any thread."""
         if prompt.text is None or prompt.ids is not None or prompt.embeds is not None:
             return prompt
+        started = time.monotonic()
         tokenizer = self.need_tokenizer("a text prompt")
         tokenizer.check_length(prompt.text, self.max_model_len)
         ids = tokenizer.encode(prompt.text, parse_special=prompt.parse_special)
-        return replace(prompt, ids=token_ids(ids) if ids else None)
+        return replace(prompt, ids=token_ids(ids) if ids else None, seconds=time.monotonic() - started)
 
     def prepare(
         self,
@@ -178,7 +188,7 @@ class Service:
                 reason = f"token id {ids.max()} is outside the vocabulary of {self.vocab_size}"
                 raise ValidationError("prompt_token_ids", reason)
         self._check_length(len(ids), params, options)
-        wire = self._wire(params)
+        wire, options = self._wire(params), options.after(prompt.seconds)
         return EngineRequest(request_id, prompt.text, ids, params, wire, options, prompt_embeds=embeds, resume=resume)
 
     def submit(self, request: EngineRequest, notifier: Notifier, kind: OutputKind) -> Mailbox:
@@ -188,8 +198,34 @@ class Service:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Prompt:
         """A conversation as a prompt."""
+        started = time.monotonic()
         text, ids = self.need_tokenizer("chat").render_chat(messages, options, max_tokens=self.max_model_len)
-        return Prompt(text, token_ids(ids))
+        return Prompt(text, token_ids(ids), seconds=time.monotonic() - started)
+
+    def start_text_threads(self) -> None:
+        """Of `beside_loop`: not asyncio's own few, which are the program's."""
+        self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "text")
+        all_are_there = threading.Barrier(TEXT_THREADS)
+        for _ in range(TEXT_THREADS):  # now, rather than in the loop when a prompt waits
+            self._text_threads.submit(all_are_there.wait)
+
+    async def beside_loop(self, make: Callable[[], Prompt], options: RequestOptions) -> Prompt:
+        """What `make` gives, made in a thread; all the time that it took counts for the deadlines.
+
+        Raises:
+            RequestTimeout: a deadline of `options` has passed.
+            EngineDead: this is closed.
+        """
+        self.client.check_open()
+        assert self._text_threads is not None
+        started = time.monotonic()
+        deadline = min(options.deadlines.values(), default=None)
+        try:
+            work = asyncio.get_running_loop().run_in_executor(self._text_threads, _settled, make)
+            prompt = await asyncio.wait_for(work, deadline)
+        except TimeoutError:
+            raise RequestTimeout(f"the deadline of {deadline:g} s passed while the prompt was made") from None
+        return replace(prompt, seconds=time.monotonic() - started)
 
     def _check_length(self, length: int, params: SamplingParams, options: RequestOptions) -> None:
         room = 0 if options.pooling is not None or params.max_tokens == 0 else 1
@@ -216,6 +252,13 @@ class Service:
         wire = params.to_wire()
         wire.pop("stop", None)
         return wire
+
+
+def _settled(make: Callable[[], Prompt]) -> Prompt:
+    try:
+        return make()
+    except StopIteration as error:  # of an object in the prompt, say; no future may carry it, and its await hangs
+        raise WavecoreError(f"{error!r} while the prompt was made") from error
 
 
 def make_supervisor(config: EngineConfig) -> Supervisor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import UserDict
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,24 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from tests.e2e.conftest import HELLO
+from tests.support.chat_templates import DIVIDES, HANGS, template_processes
 
-from wavecore import AsyncLLM, OutputKind, RequestTimeout, SamplingParams, ValidationError, connect
+from wavecore import (
+    AsyncLLM,
+    EngineDead,
+    OutputKind,
+    RequestOutput,
+    RequestTimeout,
+    ResourceError,
+    SamplingParams,
+    ValidationError,
+    WavecoreError,
+    connect,
+)
+from wavecore.engine_core.api.request_options import RequestOptions
+from wavecore.frontend.prompts import Prompt
+from wavecore.frontend.text import template_process
+from wavecore.frontend.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -31,6 +49,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 async def text_of(llm: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> str:
     return "".join([o.outputs[0].text async for o in llm.generate(prompt, params, **options)])
+
+
+async def texts_of(outputs: AsyncIterator[RequestOutput]) -> list[str]:
+    return [output.outputs[0].text async for output in outputs]
 
 
 async def test_streams_side_by_side(llm: AsyncLLM) -> None:
@@ -69,6 +91,49 @@ async def test_chat_and_embed_and_cache(llm: AsyncLLM) -> None:
     assert await llm.reset_prefix_cache()
     await llm.check_health()
     assert (await llm.get_tokenizer()).vocab_size > 400
+
+
+async def test_a_hostile_template_disturbs_nobody(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "MAX_SECONDS", 60)
+    messages = [{"role": "user", "content": "hi"}]
+    hostile = [asyncio.create_task(texts_of(llm.chat(messages, chat_template=source))) for source in (HANGS, DIVIDES)]
+    await asyncio.sleep(0)
+    assert await text_of(llm, [HELLO]) == "Hello world"
+    assert await texts_of(llm.chat(messages, GREEDY))
+    assert not any(task.done() for task in hostile)
+    for process in template_processes():
+        process.kill()
+    for task in hostile:
+        with pytest.raises((ValidationError, ResourceError), match=r"crashed|did not start"):
+            await task
+
+
+async def test_every_chat_that_fails_ends(llm: AsyncLLM) -> None:
+    class Strange(UserDict[str, Any]):
+        def items(self) -> Any:
+            raise StopIteration  # which no future may carry
+
+    everything = "".join(map(chr, range(0xF0000, 0x110000)))
+    with pytest.raises(ValidationError, match="private use"):
+        await texts_of(llm.chat([{"role": "user", "content": everything}]))
+    with pytest.raises(WavecoreError, match="StopIteration"):
+        await texts_of(llm.chat([Strange(role="user", content="x")]))
+
+
+async def test_making_a_prompt_counts_for_its_deadline(llm: AsyncLLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(RequestTimeout, match=r"the deadline of 0\.1 s passed while the prompt was made"):
+        await texts_of(llm.chat(messages, GREEDY, timeout=60, first_token_timeout=0.1, chat_template=HANGS))
+    prompt = replace(llm._service.encode(Prompt("The capital")), seconds=5.0)
+    options = RequestOptions(timeout=60.0, queue_timeout=5.0)
+    request = llm._service.prepare(prompt, GREEDY, options)
+    assert (request.options.timeout, request.options.queue_timeout) == (55.0, 0.001)
+
+
+async def test_a_text_that_is_certainly_too_long_is_not_encoded(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "_encode", None)
+    with pytest.raises(ValidationError, match="prompt: 20000000 characters are more than max_model_len 256"):
+        await text_of(llm, "word " * 4_000_000)
 
 
 async def test_abort_by_id(llm: AsyncLLM) -> None:
@@ -175,3 +240,20 @@ async def test_attach_to_nothing(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="no deployment"):
         connect(tmp_path)
     assert issubclass(RequestTimeout, TimeoutError)
+
+
+async def test_a_chat_after_shutdown_is_a_typed_error(hello_model: dict[str, str]) -> None:
+    """And so is one that shutdown finds at work."""
+    llm = await AsyncLLM.start(**hello_model)
+    messages = [{"role": "user", "content": "hi"}]
+    await texts_of(llm.chat(messages, GREEDY))
+    running = asyncio.create_task(texts_of(llm.chat(messages, GREEDY, chat_template=HANGS)))
+    while len(template_processes()) < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(llm.shutdown)
+    with pytest.raises(EngineDead):
+        await texts_of(llm.chat(messages, GREEDY))
+    for process in template_processes():
+        process.kill()
+    with pytest.raises((ValidationError, ResourceError), match=r"crashed|did not start"):
+        await running

@@ -1,6 +1,28 @@
-"""Chat templates that use what templates of real models use, each in a way of its own."""
+"""Chat templates that use what those of real models use, each in a way of its own; and the processes they run in."""
 
 from __future__ import annotations
+
+import contextlib
+
+import psutil
+
+from wavecore.frontend.text.template_process import PROGRAM
+
+HANGS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DIVIDES = (  # holds Python's lock for long in one call of C code
+    "{% set x = ('f' * (9999999 * messages | length)) | int(0, 16) %}"
+    "{% for a in range(99999) %}{% for b in range(99999) %}{{ x // 7 > 3 }}{% endfor %}{% endfor %}"
+)
+
+
+def template_processes() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            if PROGRAM in process.cmdline():
+                found.append(process)
+    return found
+
 
 TEMPLATES = {
     "filters over messages": """{%- set asked = messages | selectattr('role', 'equalto', 'user') | list -%}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -85,10 +84,8 @@ def test_filters_and_statements_do_what_they_do_in_transformers(source: str) -> 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_conversations_come_out_as_in_transformers(name: str) -> None:
-    sys.path.append("scripts")
-    from compare_templates import CONVERSATIONS, differences
+    from compare_templates import differences  # imports transformers
 
-    assert len(CONVERSATIONS) >= 20
     assert not list(differences(TEMPLATES[name]))
 
 

@@ -12,10 +12,13 @@ from wavecore.transport.wire.checks import OF_REQUEST, shown
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 4096
-# Variables that the call itself makes, and names that mean something else in transformers' call
-RESERVED = frozenset(
-    {"messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
-)
+# Variables that the call itself makes, and what transformers' call takes that ours does not
+# fmt: off
+RESERVED = frozenset({
+    "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict",
+    "padding", "truncation", "max_length", "return_tensors", "return_assistant_tokens_mask", "sanitize_control_tokens",
+})
+# fmt: on
 # Parts of a content that are no text; a template would write a placeholder
 MEDIA = frozenset({"image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; a template knows one or two

@@ -23,7 +23,7 @@ from wavecore.transport.errors import ResourceError
 
 MAX_SECONDS = 3  # for one answer, with compiling the template
 MAX_MEMORY = 1 << 30  # bytes of address space
-MAX_BYTES = 64 << 20  # of what is sent to a template, and of its answer
+MAX_BYTES = 32 << 20  # of what is sent to a template, and of its answer
 MAX_BUSY, MAX_IDLE = 8, 4  # processes
 START_SECONDS = 60.0
 PROGRAM = str(Path(__file__).with_name("template_child.py"))

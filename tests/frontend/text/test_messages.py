@@ -138,7 +138,9 @@ def test_only_text_is_supported(kind: str) -> None:
         plain_conversation([{"role": "user", "content": [{"type": kind, kind: {"url": "http://x"}}]}], None, {})
 
 
-@pytest.mark.parametrize("kwargs", [5, {1: 2}, {"tools": 1}, {"tokenize": True}, {"messages": "x"}, {"a b": 1}])
+@pytest.mark.parametrize(
+    "kwargs", [5, {1: 2}, {"tools": 1}, {"tokenize": True}, {"messages": "x"}, {"a b": 1}, {"return_tensors": "pt"}]
+)
 def test_names_that_are_taken_are_refused(kwargs: Any) -> None:
     with pytest.raises(ValidationError, match="chat_template_kwargs"):
         plain_conversation([ASK], None, kwargs)

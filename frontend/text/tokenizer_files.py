@@ -127,7 +127,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
         files["default"] = file
     for path in files.values():
         _check_size(path)
-    found = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    found = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
         found = {t.get("name"): t.get("template") for t in found if isinstance(t, Mapping)}
     named = dict(found) if isinstance(found, Mapping) else {"default": found}

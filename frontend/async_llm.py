@@ -78,7 +78,7 @@ class AsyncLLM(BaseLLM):
             priority: lower runs first under scheduling_policy="priority".
             timeout: seconds; then it ends with finish_reason "timeout" and what it had.
             queue_timeout: seconds until it must have begun; first_token_timeout: until its first token.
-            resume: let a greedy or seeded request go on after the death of an engine.
+            resume: let a greedy or seeded request go on, once, after the death of an engine.
             output_kind: "delta" (what is new, merged for a slow reader), "cumulative" or "final".
 
         Raises:
@@ -125,8 +125,10 @@ class AsyncLLM(BaseLLM):
         outputs = self._outputs(
             partial(self._encode, prompt, options), EMBEDDING_PARAMS, options, kind=OutputKind.FINAL
         )
-        [output] = [output async for output in outputs]
-        return EmbeddingRequestOutput.of(output)
+        [output] = [EmbeddingRequestOutput.of(output) async for output in outputs]
+        if output.error is not None:
+            raise output.error
+        return output
 
     async def abort(self, request_id: str) -> None:
         """End a request by its id; its stream ends with finish_reason "abort". Unknown ids are no error."""
@@ -179,20 +181,22 @@ class AsyncLLM(BaseLLM):
         if request.request_id in self._by_id:
             raise ValidationError("request_id", f"{request.request_id!r:.60} is the id of a request that runs")
         notifier = self._notifier()
-        mailbox = self._service.submit(request, notifier, kind)
+        mailbox = self._service.mailbox(request, notifier, kind)
         try:
             self._by_id[request.request_id] = mailbox
-            event = notifier.event(mailbox)  # before any turn of the loop, so no call of the IO thread comes too early
+            event = notifier.event(mailbox)
+            self._service.client.submit(mailbox)
             finished = False
             while not finished:
-                await event.wait()
+                if not mailbox.ended:  # else there is nothing to wait for, in the child of a fork also nobody
+                    await event.wait()
                 event.clear()
                 for output in shown(mailbox.take()):
                     finished = output.finished
                     yield output
         finally:
             notifier.forget(mailbox)
-            del self._by_id[request.request_id]
+            self._by_id.pop(request.request_id, None)
             self._service.client.abort(mailbox)
 
     async def _encode(self, prompt: PromptType, options: RequestOptions) -> Prompt:

@@ -66,6 +66,7 @@ class LLM(BaseLLM):
         queue_timeout: float | None = None,
         first_token_timeout: float | None = None,
         resume: bool = False,
+        raise_on_error: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts; all are checked before the first is sent.
 
@@ -76,20 +77,22 @@ class LLM(BaseLLM):
             priority: for all or one each; lower runs first under scheduling_policy="priority".
             timeout: seconds for each request; then it ends with finish_reason "timeout" and what it had.
             queue_timeout: seconds until it must have begun; first_token_timeout: until its first token.
-            resume: let greedy or seeded requests go on after the death of an engine.
+            resume: let greedy or seeded requests go on, once, after the death of an engine.
+            raise_on_error: raise the first error of any request, and abort the others.
 
         Returns:
-            One output a prompt, in order. A request that failed alone has finish_reason "error" and `.error`.
+            One output a prompt, in order. Where some fail, because the engine died under them, say, these have
+            finish_reason "error", `.error` and what they had; the others go on and finish.
 
         Raises:
             ValidationError: a value out of bounds.
-            EngineDead: the engine died under requests that had begun; with the cause.
+            EngineDead, Overloaded, NumericalError, ...: every request failed; the first one's error.
         """
         _no_lora(lora_request)
         if prompt_token_ids is not None:
             raise NotSupportedError('prompt_token_ids: give prompts=[{"prompt_token_ids": [...]}, ...]')
         options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout)
-        return self._run(as_prompts(prompts), sampling_params, use_tqdm, priority, resume, options)
+        return self._run(as_prompts(prompts), sampling_params, use_tqdm, priority, resume, options, raise_on_error)
 
     def chat(
         self,
@@ -108,6 +111,7 @@ class LLM(BaseLLM):
         queue_timeout: float | None = None,
         first_token_timeout: float | None = None,
         resume: bool = False,
+        raise_on_error: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of conversations, through the model's chat template.
 
@@ -119,7 +123,7 @@ class LLM(BaseLLM):
         chat = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         asked = [self._service.chat_prompt(conversation, chat) for conversation in conversations]
         options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout)
-        return self._run(asked, sampling_params, use_tqdm, priority, resume, options)
+        return self._run(asked, sampling_params, use_tqdm, priority, resume, options, raise_on_error)
 
     def stream(
         self,
@@ -155,10 +159,20 @@ class LLM(BaseLLM):
 
         Args:
             pooling: "mean" over the prompt's tokens, or "last".
+
+        Returns:
+            One a prompt, in order. Where some fail, these have `.error` and an empty embedding.
+
+        Raises:
+            WavecoreError: every request failed; the first one's error.
         """
         options = RequestOptions(pooling=pooling, timeout=timeout)
         requests = [self._service.prepare(prompt, EMBEDDING_PARAMS, options) for prompt in as_prompts(prompts)]
-        return [EmbeddingRequestOutput.of(output) for output in run_batch(self._service, requests, use_tqdm)]
+        outputs = [EmbeddingRequestOutput.of(output) for output in run_batch(self._service, requests, use_tqdm)]
+        errors = [output.error for output in outputs if output.error is not None]
+        if errors and len(errors) == len(outputs):
+            raise errors[0]
+        return outputs
 
     # --- facts and control ---------------------------------------------------------------------------------------
 
@@ -212,8 +226,9 @@ class LLM(BaseLLM):
 
     def _deltas(self, request: EngineRequest) -> Iterator[RequestOutput]:
         notifier = ThreadNotifier()
-        mailbox = self._service.submit(request, notifier, OutputKind.DELTA)
+        mailbox = self._service.mailbox(request, notifier, OutputKind.DELTA)
         try:
+            self._service.client.submit(mailbox)
             finished = False
             while not finished:
                 notifier.wait()
@@ -231,6 +246,7 @@ class LLM(BaseLLM):
         priority: Priority,
         resume: bool,
         options: RequestOptions,
+        raise_on_error: bool,
     ) -> list[RequestOutput]:
         params = _one_each("sampling_params", sampling_params, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
@@ -238,7 +254,7 @@ class LLM(BaseLLM):
             self._service.prepare(prompt, p, replace(options, priority=rank), resume=resume)
             for prompt, p, rank in zip(prompts, params, priorities, strict=True)
         ]
-        return run_batch(self._service, requests, use_tqdm)
+        return run_batch(self._service, requests, use_tqdm, raise_on_error)
 
 
 connect = LLM.connect

@@ -136,20 +136,25 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
-    """A finished embedding request."""
+    """An embedding request that has ended.
+
+    Attributes:
+        error: why there is no embedding; `outputs.embedding` is empty then.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
     metrics: RequestMetrics
     finished: bool = True
+    error: WavecoreError | None = None
 
     @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
-        """Raises:
-        WavecoreError: the request ended without an embedding.
-        """
-        if output.embedding is None:
+        embedding, error = output.embedding, output.error
+        if embedding is None:
             ended = output.outputs[0].finish_reason
-            raise output.error or RequestError(f"request {output.request_id} ended ({ended}) without an embedding")
-        return cls(output.request_id, output.prompt_token_ids, EmbeddingOutput(output.embedding), output.metrics)
+            error = error or RequestError(f"request {output.request_id} ended ({ended}) without an embedding")
+            embedding = np.empty(0, np.float32)
+        vector = EmbeddingOutput(embedding)
+        return cls(output.request_id, output.prompt_token_ids, vector, output.metrics, error=error)

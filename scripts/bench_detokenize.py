@@ -69,7 +69,7 @@ def client_path(
     request = EngineRequest("r", None, np.ones(4, np.int32), params, params.to_wire())
     mailboxes = [Mailbox(request, tokenizer, ThreadNotifier(), OutputKind.DELTA) for _ in range(streams)]
     for mailbox in mailboxes:
-        requests.submit(mailbox, can_recover=True)
+        requests.submit(mailbox)
     handles = np.arange(1, streams + 1, dtype=np.uint32)
     ones, zeros = np.ones(streams, np.uint32), np.zeros(streams, np.uint8)
 

@@ -139,7 +139,8 @@ class Soak:
             request = self.service.prepare(as_prompt({"prompt_token_ids": prompt}), params, options, resume=resume)
             self.outcome.sent += 1
             try:
-                mailbox = self.service.submit(request, self.notifier, OutputKind.FINAL)
+                mailbox = self.service.mailbox(request, self.notifier, OutputKind.FINAL)
+                self.service.client.submit(mailbox)
             except WavecoreError as error:
                 self.outcome.ends[f"refused: {error.code}"] += 1
                 return

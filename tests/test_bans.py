@@ -114,3 +114,25 @@ def test_the_ban_itself(source: str) -> None:
 
 def test_innocent_names_pass() -> None:
     assert not list(offences("model.eval()\nimport json\njson.load(f)\nf(trust_remote_code=False)", allows_zmq=False))
+
+
+def test_a_client_has_no_lock() -> None:
+    """The collector, a signal handler or a fork may come upon whoever holds one. What its threads share goes through
+    deques, `SimpleQueue` and descriptors, for which nobody has to wait."""
+    locks = (
+        "Lock",
+        "RLock",
+        "Condition",
+        "Event",
+        "Semaphore",
+        "BoundedSemaphore",
+        "Timer",
+        "allocate_lock",
+    )
+    transport = ("waker.py", "forks.py", "io/client_pump.py", "io/io_thread.py", "processes/logs.py")
+    files = [*(ROOT / "frontend" / "client").glob("*.py"), *(ROOT / "frontend").glob("*.py")]
+    for path in [*files, *(ROOT / "transport" / name for name in transport)]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                banned = {"threading": locks, "_thread": locks, "queue": ("Queue", "LifoQueue", "PriorityQueue")}
+                assert node.attr not in banned.get(node.value.id, ()), f"{path}, line {node.lineno}: {node.attr}"

@@ -62,7 +62,7 @@ TIERS = {
     "transport": (
         ("io", "processes"),
         ("wire",),
-        ("addresses", "curve", "waker"),
+        ("addresses", "curve", "forks", "waker"),
         ("errors", "small_files", "version"),
     ),
 }

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import os
-import threading
+
+
+class _EventFd:
+    """A descriptor that is closed when nobody uses it any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
 
 
 class Waker:
-    """Makes `fd` (an eventfd) readable. Safe from any thread and from a signal handler; after `close` it does nothing.
+    """Makes `fd` (an eventfd) readable. Safe from any thread, a signal handler and the collector: there is no lock, and
+    nothing waits. After `close` it does nothing.
 
     Only the thread that waits calls `clear`.
     """
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # A late wake must not hit a descriptor that was closed and given to another. Re-entrant, because a signal
-        # handler may interrupt the thread that holds it.
-        self._lock = threading.RLock()
-        self._open = True
+        self._event: _EventFd | None = _EventFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self.fd = self._event.number
 
     def wake(self) -> None:
-        with self._lock:
-            if self._open:
-                os.eventfd_write(self.fd, 1)
+        event = self._event  # open until the write is done, so it never hits a descriptor that was given to another
+        if event is not None:
+            os.eventfd_write(event.number, 1)
 
     def clear(self) -> None:
         try:
@@ -31,7 +38,4 @@ class Waker:
             return
 
     def close(self) -> None:
-        with self._lock:
-            if self._open:
-                self._open = False
-                os.close(self.fd)
+        self._event = None

@@ -268,8 +268,9 @@ class ScriptedRunner:
             raise RuntimeError("the scripted model was told to raise at this step")
         if plan.step_id == faults.get("hang_at_step", -1):
             threading.Event().wait()
-        if plan.step_id == faults.get("exit_at_step", {}).get("step", -1):
-            _exit(faults["exit_at_step"])
+        at = faults.get("exit_at_step", {})
+        if plan.step_id == at.get("step", -1) or at.get("token", -1) in first_tokens:
+            _exit(at)
 
 
 @dataclass(eq=False)

@@ -121,11 +121,8 @@ def measure(llm: LLM, work: Sequence[WorkItem]) -> BenchReport:
     llm.reset_prefix_cache()
     before = llm.step_stats()
     started = time.monotonic()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
     seconds = time.monotonic() - started
-    for output in outputs:
-        if output.error is not None:
-            raise output.error
     return BenchReport(
         seconds,
         sum(len(o.prompt_token_ids) for o in outputs),

@@ -1,11 +1,14 @@
 """EngineClient: requests to engines and their outputs back, over any death of an engine.
 
 It owns one of each: a `ClientPump` (all sockets, and the IO thread that calls `_on_event`), a `RemoteEngine` for every
-engine, the `InFlight` requests, the `Calls` without an answer, the `DeploymentWatch`, and the `Timer` whose thread runs
-the watch and the deadlines. User threads call in. One lock guards all state; nothing blocks under it.
+engine, the `InFlight` requests, the `Calls` without an answer, and the `DeploymentWatch`.
+
+All state changes in the IO thread. Whoever calls in hands over what is to be done (`ClientPump.call_soon`) and reads
+single values, so there is no lock. A collector may therefore close a stream, and a signal handler may abort requests
+or shut the client down or raise, at any moment in any thread: nothing that it interrupted is half-changed or held.
 
 Each request ends exactly once. When a life of an engine is over, a request without a token goes once to a living
-engine, or waits for the restarted one; one with tokens fails with the cause (or goes on, with `resume`). A request
+engine, or waits for the restarted one; one with tokens fails with the cause (or goes on once, with `resume`). A request
 that is submitted while an engine is being restarted waits as well.
 """
 
@@ -13,10 +16,12 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,8 @@ from wavecore.frontend.client.deployment_watch import DeploymentWatch
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
 from wavecore.frontend.client.in_flight import InFlight
 from wavecore.frontend.client.mailbox import Mailbox
-from wavecore.frontend.client.timer import Timer
-from wavecore.transport.errors import EngineDead, Overloaded, RequestError, StartError, WavecoreError
+from wavecore.transport import forks
+from wavecore.transport.errors import EngineDead, Overloaded, RequestError, StartError, WavecoreError, as_wavecore_error
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.io.connection import ClientFailed, Disconnected, EngineEvent, Reconnected
 from wavecore.transport.processes import deployment
@@ -35,6 +40,7 @@ from wavecore.transport.wire.messages import Dead, Heartbeat, Ready, Result, Ste
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.25  # between two looks at the deadlines of all requests
+CLOSED = "this client was closed (shutdown); make a new one"
 
 
 class EngineClient:
@@ -54,22 +60,19 @@ class EngineClient:
     def __init__(self, runtime_dir: str | Path, *, timeout: float = 30.0, version: str) -> None:
         self._runtime_dir = Path(runtime_dir)
         found = deployment.read(self._runtime_dir)
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         self._engines = {entry.index: RemoteEngine(entry.index) for entry in found.engines}
         self._closed = ""  # why nothing can be sent any more
         self._refused: WavecoreError | None = None  # why no engine takes this client, or ever will
         self._sweeping = False  # a look at the deadlines is scheduled
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an engine is ready, or something is in the way
         self._owner = os.getpid()
-        self._timer = Timer("client timer")
         self._pump = ClientPump(self._on_event, version=version)
         self._requests = InFlight(self._pump, self._engines.values())
-        self._calls = Calls(self._pump, self._timer)
-        self._watch = DeploymentWatch(
-            self._runtime_dir, self._engines, self._pump, self._timer, self._down, self._refuse
-        )
+        self._calls = Calls(self._pump)
+        self._watch = DeploymentWatch(self._runtime_dir, self._engines, self._pump, self._down, self._refuse)
+        forks.tell(self)
         try:
-            self._watch.look()
+            self._pump.call_soon(self._first_look)
             self._wait_ready(timeout)
         except BaseException:
             self.close()
@@ -78,32 +81,29 @@ class EngineClient:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def submit(self, mailbox: Mailbox) -> None:
-        """Send a request. Its outputs, and its end whatever happens, arrive in the mailbox.
+        """Send a request. Its outputs, and its end whatever happens, arrive in the mailbox: EngineDead with the cause
+        where no engine lives or will, Overloaded or MessageTooLarge where it cannot be sent.
 
         While an engine is being restarted the request waits for it, within its own deadlines.
-
-        Raises:
-            EngineDead: no engine lives or will; with the cause.
-            Overloaded, MessageTooLarge: it cannot be sent.
         """
-        can_recover = self.can_recover()  # may read a file: not under the lock
-        with self._lock:
-            self.check_open()
-            if self._requests.submit(mailbox, can_recover):
-                self._watch.look_later()  # the last engine may have been given up since
-            if mailbox.request.options.deadlines and not self._sweeping:
-                self._sweeping = True
-                self._timer.schedule(SWEEP_SECONDS, self._check_deadlines)
+        self._requests.live.add(mailbox)
+        if not self._closed and not self.can_recover():
+            self._requests.refuse(mailbox, self._requests.no_engine())
+            return
+        self._pump.call_soon(partial(self._submit, mailbox))
+        if self._closed:  # now or meanwhile: nobody may be there any more to take it
+            self._requests.refuse(mailbox, EngineDead(self._closed))
 
     def abort(self, mailbox: Mailbox) -> None:
         """End a request, at any moment, as often as one likes."""
-        with self._lock:
-            self._requests.abort(mailbox)
+        self._requests.live.discard(mailbox)
+        if not self._closed:
+            self._pump.call_soon(partial(self._requests.abort, mailbox))
 
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
-        return len(self._requests)
+        return len(self._requests.live)
 
     # --- utility calls -------------------------------------------------------------------------------------------
 
@@ -119,25 +119,31 @@ class EngineClient:
         Raises:
             EngineDead: no engine lives.
         """
-        with self._lock:
-            self.check_open()
-            up = [index for index in self.engines if engine in (None, index)]
-            if not up:
-                raise self._requests.no_engine()
-            return self._calls.start(up[0], method, args or {}, timeout)
+        up = [index for index in self.engines if engine in (None, index)]
+        if not up:
+            raise self._requests.no_engine()
+        future = self._calls.start(up[0], method, args or {}, timeout)
+        self.check_open()  # now or meanwhile: nobody may be there any more to answer
+        return future
+
+    def check_open(self) -> None:
+        """Raises:
+        EngineDead: this client was closed, or belongs to the process that this one was forked from.
+        """
+        if self._closed:
+            raise EngineDead(self._closed)
 
     def check_health(self) -> None:
         """Raises:
         EngineDead: no engine takes requests; with the cause.
         """
-        with self._lock:
-            self.check_open()
-            if not self.engines:
-                raise self._requests.no_engine()
+        self.check_open()
+        if not self.engines:
+            raise self._requests.no_engine()
 
     def can_recover(self) -> bool:
         """Whether an engine takes requests, or is being started again and will."""
-        return bool(self.engines) or self._watch.can_recover()
+        return not self._closed and (bool(self.engines) or self._watch.can_recover())
 
     @property
     def engines(self) -> list[int]:
@@ -150,29 +156,38 @@ class EngineClient:
         return next((engine.resolved for engine in self._engines.values() if engine.resolved), {})
 
     def close(self) -> None:
-        """End every request and let go of the engines. Idempotent."""
-        self._end("this client was closed (shutdown); make a new one")
-        self._timer.close()
+        """End every request and let go of the engines. Idempotent, in any thread and in a signal handler."""
+        self._closed = self._closed or CLOSED
+        self._pump.call_soon(self._end)
         self._pump.close()
 
-    def _end(self, reason: str) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = reason
-            self._requests.fail_all(f"the request had not ended: {reason}, and send it again")
-        self._calls.fail(None, RequestError(f"the call was not answered: {reason}"))
+    def forked(self) -> None:
+        """The child of a fork has this object and not its threads: there it is closed, and nothing waits for them."""
+        use = f"in this one use wavecore.connect({str(self._runtime_dir)!r})"
+        self._closed = f"this client belongs to process {self._owner}; {use}"
+        self._pump.forked()
+        self._end()
 
-    # --- events of the pump (IO thread) --------------------------------------------------------------------------
+    # --- what changes state: the IO thread -----------------------------------------------------------------------
+
+    def _submit(self, mailbox: Mailbox) -> None:
+        if self._requests.submit(mailbox):
+            self._watch.look_later()  # the last engine may have been given up since
+        if mailbox.request.options.deadlines and not self._sweeping:
+            self._sweeping = True
+            self._pump.call_later(SWEEP_SECONDS, self._check_deadlines)
+
+    def _end(self) -> None:
+        self._requests.fail_all(f"the request had not ended: {self._closed}, and send it again")
+        self._calls.fail(None, RequestError(f"the call was not answered: {self._closed}"))
+        self._news.put(None)
 
     def _on_event(self, index: int, event: EngineEvent) -> None:
         engine = self._engines[index]
         if isinstance(event, Step):
-            with self._lock:
-                self._requests.deliver(engine, event)
+            self._requests.deliver(engine, event)
         elif isinstance(event, Heartbeat):
-            with self._lock:
-                engine.report(event.load)
+            engine.report(event.load)
         elif isinstance(event, Ready):
             self._on_ready(engine, event)
         elif isinstance(event, Result):
@@ -184,77 +199,71 @@ class EngineClient:
                 error = EngineDead(f"engine {index} ended in phase {event.phase}: {event.message}")
                 self._down(engine, engine.epoch, error, EngineState.DOWN)
         elif isinstance(event, Disconnected):
-            with self._lock:
-                if engine.state is not EngineState.UP:
-                    return
+            if engine.state is EngineState.UP:
                 engine.state = EngineState.BROKEN
                 engine.broken_at, engine.broken_by = time.monotonic(), event.reason
-            self._watch.look()
+                self._watch.look()
         elif isinstance(event, ClientFailed):
-            self._end(f"this client's IO thread failed ({event.reason}): make a new client")
+            self._closed = self._closed or f"this client's IO thread failed ({event.reason}): make a new client"
+            self._end()
         elif isinstance(event, Reconnected):
-            with self._lock:
-                if engine.state in (EngineState.BROKEN, EngineState.UNREACHABLE):
-                    engine.state, engine.error = EngineState.UP, None
-                self._requests.send_waiting()
+            if engine.state in (EngineState.BROKEN, EngineState.UNREACHABLE):
+                engine.state, engine.error = EngineState.UP, None
+            self._requests.send_waiting()
 
     def _on_ready(self, engine: RemoteEngine, ready: Ready) -> None:
         """A new connection to an engine, perhaps to a new life: whatever was sent over an earlier one is lost."""
         forgot = f"engine {engine.index} was restarted, or heard nothing of this client for 10 s and ended its requests"
-        with self._lock:
-            error = engine.error or EngineDead(forgot)
-            engine.state, engine.error = EngineState.UP, None
-            engine.epoch, engine.resolved = ready.epoch, ready.resolved
-            engine.client_id = self._pump.client_id(engine.index)
-            self._requests.lose(engine, error, everything=False)
-            self._changed.notify_all()
+        error = engine.error or EngineDead(forgot)
+        engine.resolved, engine.epoch = ready.resolved, ready.epoch
+        engine.client_id = self._pump.client_id(engine.index)
+        engine.state, engine.error = EngineState.UP, None
+        self._requests.lose(engine, error, everything=False)
         self._calls.fail(engine.index, error)
+        self._news.put(None)
 
     def _down(self, engine: RemoteEngine, epoch: bytes, error: EngineDead, state: EngineState) -> None:
         """A life of an engine is over, or out of reach for too long."""
-        with self._lock:
-            known = engine.state is EngineState.DOWN or engine.epoch != epoch
-            if known or (state is EngineState.UNREACHABLE and engine.state is not EngineState.BROKEN):
-                return
-            engine.error = error
-            self._requests.abort_all_at(engine)  # for an engine that lives behind a broken connection
-            engine.state = state
-            self._requests.lose(engine, error, everything=True)
+        known = engine.state is EngineState.DOWN or engine.epoch != epoch
+        if known or (state is EngineState.UNREACHABLE and engine.state is not EngineState.BROKEN):
+            return
+        engine.error = error
+        self._requests.abort_all_at(engine)  # for an engine that lives behind a broken connection
+        engine.state = state
+        self._requests.lose(engine, error, everything=True)
         logger.debug("%s", error)  # whoever is concerned gets it as an exception, and the supervisor logs it
         self._calls.fail(engine.index, error)
         self._watch.look_later()
 
-    # --- the watch and the timer's thread ------------------------------------------------------------------------
-
     def _refuse(self, reason: WavecoreError) -> None:
         """No engine takes this client's requests: none will come back, or it has as many clients as it takes."""
-        with self._changed:
-            self._refused = reason
-            self._requests.fail_waiting(reason if isinstance(reason, Overloaded) else None)
-            self._changed.notify_all()
+        self._refused = reason
+        self._requests.fail_waiting(reason if isinstance(reason, Overloaded) else None)
+        self._news.put(None)
+
+    def _first_look(self) -> None:
+        try:
+            self._watch.look()
+        except Exception as error:  # `_wait_ready` raises it
+            self._refuse(as_wavecore_error(error))
 
     def _check_deadlines(self) -> None:
         """One sweep over all requests, again while any has a deadline; a timer for each would outlive most of them."""
-        with self._lock:
-            self._sweeping = False
-            self._requests.fail_overdue()
-            if not self._closed and self._requests.have_deadlines:
-                self._sweeping = True
-                self._timer.schedule(SWEEP_SECONDS, self._check_deadlines)
+        self._requests.fail_overdue()
+        self._sweeping = self._requests.have_deadlines
+        if self._sweeping:
+            self._pump.call_later(SWEEP_SECONDS, self._check_deadlines)
+
+    # --- the caller's thread -------------------------------------------------------------------------------------
 
     def _wait_ready(self, timeout: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.engines or self._refused, min(timeout, threading.TIMEOUT_MAX))
-            if not self.engines:
-                silent = f"no engine of {self._runtime_dir} answered within {timeout} s; is it overloaded?"
-                raise self._refused or StartError(silent)
-
-    def check_open(self) -> None:
-        """Raises:
-        EngineDead: closed, or the client of another process; with the way out.
-        """
-        if self._closed:
-            raise EngineDead(self._closed)
-        if os.getpid() != self._owner:  # a fork has the object, not its threads
-            use = f"in this one use wavecore.connect({str(self._runtime_dir)!r})"
-            raise EngineDead(f"this client belongs to process {self._owner}; {use}")
+        by = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
+        try:
+            while not self.engines:
+                self._news.get(timeout=max(0.0, by - time.monotonic()))
+                if self._refused:
+                    raise self._refused
+                self.check_open()
+        except queue.Empty:
+            silent = f"no engine of {self._runtime_dir} answered within {timeout} s; is it overloaded?"
+            raise StartError(silent) from None

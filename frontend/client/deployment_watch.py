@@ -6,14 +6,12 @@ be. A client whose engines are all up reads no file.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
-from wavecore.frontend.client.timer import Timer
 from wavecore.transport.curve import CurveClient
 from wavecore.transport.errors import EngineDead, StartError, WavecoreError
 from wavecore.transport.io.client_pump import ClientPump
@@ -28,7 +26,7 @@ OVER = ("stopped", "failed")  # states in which an engine stays
 
 
 class DeploymentWatch:
-    """Calls back in the thread that looks: the timer's, or whoever calls `look`.
+    """Looks and calls back in the IO thread; `can_recover` may be asked in any.
 
     Args:
         on_down: told (engine, epoch, error, state) when that life of an engine is over or has long been out of reach.
@@ -40,16 +38,14 @@ class DeploymentWatch:
         runtime_dir: Path,
         engines: Mapping[int, RemoteEngine],
         pump: ClientPump,
-        timer: Timer,
         on_down: Callable[[RemoteEngine, bytes, EngineDead, EngineState], None],
         on_lost: Callable[[WavecoreError], None],
     ) -> None:
-        self._runtime_dir, self._engines, self._pump, self._timer = runtime_dir, engines, pump, timer
+        self._runtime_dir, self._engines, self._pump = runtime_dir, engines, pump
         self._on_down, self._on_lost = on_down, on_lost
         self._addresses: dict[int, tuple[str, str]] = {}  # where each engine is connected
         self._missing_since = 0.0  # monotonic time; 0 while the file is there
         self._planned: object | None = None  # stands for the next look; one that comes earlier takes its place
-        self._lock = threading.Lock()  # one look at a time
 
     def can_recover(self) -> bool:
         """Whether an engine is up, starting, or to be started again, and will take requests of this client."""
@@ -60,21 +56,23 @@ class DeploymentWatch:
         return found is None or self._can_recover(found)
 
     def look(self) -> None:
-        """Look now, and again later while an engine may yet come up. Never under the client's lock."""
-        with self._lock:
-            self._planned = None
-            if self._look():
+        """Look now, and again later while an engine may yet come up."""
+        self._planned, again = None, True
+        try:
+            again = self._look()
+        finally:  # what failed once, without a descriptor left for the file, say, may work the next time
+            if again:
                 broken = any(engine.state is EngineState.BROKEN for engine in self._engines.values())
                 self._plan(BROKEN_LOOK_SECONDS if broken else LOOK_SECONDS)
 
     def look_later(self) -> None:
-        """Look in a moment, unless a look is planned anyway. Thread-safe, never blocks."""
+        """Look in a moment, unless a look is planned anyway."""
         if self._planned is None:
             self._plan(LOOK_SECONDS)
 
     def _plan(self, delay: float) -> None:
         self._planned = this = object()
-        self._timer.schedule(delay, lambda: self._look_as_planned(this))
+        self._pump.call_later(delay, lambda: self._look_as_planned(this))
 
     def _look_as_planned(self, planned: object) -> None:
         if planned is self._planned:

@@ -24,7 +24,7 @@ class EngineState(Enum):
 
 @dataclass(slots=True)
 class RemoteEngine:
-    """One engine, as far as its client knows. Owned by `EngineClient` and written under its lock.
+    """One engine, as far as its client knows. Owned by `EngineClient` and written in the IO thread.
 
     Attributes:
         client_id: what this client is called in its present session with the engine; requests of another one are lost.

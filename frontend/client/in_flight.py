@@ -1,6 +1,6 @@
 """The requests of a client that have not ended: where each was sent, and what becomes of it when an engine dies.
 
-Every method runs under the client's lock; telling the consumers of mailboxes never blocks.
+Every method but `refuse` runs in the IO thread; telling the consumers of mailboxes never blocks.
 A request that is sent again gets new handles, and rows of unknown handles are dropped: late outputs cannot matter.
 """
 
@@ -17,13 +17,12 @@ import numpy as np
 
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
 from wavecore.frontend.client.mailbox import Mailbox, notify
-from wavecore.transport.errors import EngineDead, RequestError, RequestTimeout, WavecoreError
+from wavecore.transport.errors import EngineDead, RequestError, RequestTimeout, WavecoreError, as_wavecore_error
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.wire.messages import Abort, FinishReason, Step
 
 logger = logging.getLogger(__name__)
 
-MAX_RESUMES = 3
 GRACE_SECONDS = 5.0  # after a request's own deadline the engine has this long to say so itself
 MAX_HANDLE = 0xFFFFFFFF
 _REASONS = {int(reason): reason for reason in FinishReason}
@@ -38,15 +37,13 @@ class Flight:
         engine: where it was sent; None while it waits for an engine to come back.
         client_id: what this client was called in the session that it was sent in.
         handles: handle -> choice, of choices that still run.
-        sent_again: how often.
-        lost_by: the death that it was sent again for.
+        lost_by: the death that it was sent again for; there is no second time.
     """
 
     mailbox: Mailbox
     engine: RemoteEngine | None = None
     client_id: bytes = b""
     handles: dict[int, int] = field(default_factory=dict)
-    sent_again: int = 0
     lost_by: EngineDead | None = None
 
     @property
@@ -63,41 +60,33 @@ class Flight:
 
 
 class InFlight:
-    """The requests of one client, by mailbox and by the handles of their choices."""
+    """The requests of one client, by mailbox and by the handles of their choices.
+
+    Attributes:
+        live: those that have not ended, as callers see it: they add what they submit, and take out what they abort.
+    """
 
     def __init__(self, pump: ClientPump, engines: Iterable[RemoteEngine]) -> None:
         self._pump = pump
         self._engines = list(engines)
+        self.live: set[Mailbox] = set()
         self._flights: dict[Mailbox, Flight] = {}
         self._rows: dict[int, Flight] = {}
         self._next_handle = 1
 
-    def __len__(self) -> int:
-        return len(self._flights)
-
     # --- a request's way -----------------------------------------------------------------------------------------
 
-    def submit(self, mailbox: Mailbox, can_recover: bool) -> bool:
-        """Send a request to the least loaded engine, or let it wait for one.
+    def submit(self, mailbox: Mailbox) -> bool:
+        """Send a request to the least loaded engine, or let it wait for one. Returns whether it waits."""
+        flight = self._flights[mailbox] = Flight(mailbox)
+        self._try_to_send([flight], new=True)
+        return flight.engine is None
 
-        Args:
-            can_recover: an engine will come back where none is up.
-
-        Returns:
-            Whether it waits.
-
-        Raises:
-            EngineDead: no engine lives or will.
-            Overloaded, MessageTooLarge: it cannot be sent.
-        """
-        engine = self._least_loaded()
-        if engine is None and not can_recover:
-            raise self.no_engine()
-        flight = Flight(mailbox)
-        if engine is not None:
-            self._send(flight, engine, [], 0.0)
-        self._flights[mailbox] = flight
-        return engine is None
+    def refuse(self, mailbox: Mailbox, error: WavecoreError) -> None:
+        """End a request that is in nobody's hands yet, or that nobody will hear of again."""
+        self.live.discard(mailbox)
+        mailbox.end("error", error)
+        notify([mailbox])
 
     def deliver(self, engine: RemoteEngine, step: Step) -> None:
         """Hand the rows of a step to their mailboxes."""
@@ -125,7 +114,8 @@ class InFlight:
                     self._forget(flight)
             touched.append(mailbox)
         self._send_abort(engine, stopped)
-        notify(touched)
+        for unread in notify(touched):
+            self.abort(unread)
 
     def abort(self, mailbox: Mailbox) -> None:
         """End a request; its running choices end as "abort". Unknown or ended ones are no error."""
@@ -136,9 +126,11 @@ class InFlight:
             notify([mailbox])
 
     def fail_all(self, why: str) -> None:
-        for flight in self._flights.values():
-            self._abort_at_engine(flight)
-        self._fail({f: RequestError(f"request {f.mailbox.request.request_id}: {why}") for f in self._flights.values()})
+        """The client ends, and with its goodbye its requests at the engines."""
+        for mailbox in self.live.copy() | self._flights.keys():
+            self.refuse(mailbox, RequestError(f"request {mailbox.request.request_id}: {why}"))
+        self._flights.clear()
+        self._rows.clear()
 
     def abort_all_at(self, engine: RemoteEngine) -> None:
         """Tell an engine to end all that it was sent; it hears so when it is in reach again."""
@@ -153,26 +145,32 @@ class InFlight:
             if flight.engine is not engine or (flight.client_id == engine.client_id and not everything):
                 continue
             self._detach(flight)
-            flight.sent_again += 1
-            flight.lost_by = error
             mailbox = flight.mailbox
-            allowed = 1 if not mailbox.has_tokens else MAX_RESUMES if _can_resume(mailbox) else 0
-            if flight.sent_again > allowed:
+            if flight.lost_by is None and (_can_resume(mailbox) or not mailbox.has_tokens):
+                flight.lost_by = error
+            elif flight.lost_by is None or engine.state is not EngineState.DOWN:
                 failed[flight] = error
+            else:
+                who = f"request {mailbox.request.request_id} was in an engine that died for the second time"
+                failed[flight] = EngineDead(f"{who}, may well be the cause, and is not sent again: {error}")
         self._fail(failed)
         self.send_waiting()
 
     def send_waiting(self) -> None:
         """Send what waits for an engine, if one lives."""
+        self._try_to_send(self._waiting())
+
+    def _try_to_send(self, flights: list[Flight], new: bool = False) -> None:
         failed: dict[Flight, WavecoreError] = {}
-        for flight in self._waiting():
+        for flight in flights:
             engine = self._least_loaded()
             if engine is None:
                 break
             try:
-                self._send(flight, engine, flight.mailbox.emitted, time.monotonic() - flight.mailbox.started)
-            except WavecoreError as refused:
-                failed[flight] = refused
+                elapsed = 0.0 if new else time.monotonic() - flight.mailbox.started
+                self._send(flight, engine, flight.mailbox.emitted, elapsed)
+            except Exception as refused:  # by the wire, or a fault of ours: of this request alone
+                failed[flight] = as_wavecore_error(refused)
         self._fail(failed)
 
     def fail_waiting(self, error: WavecoreError | None = None) -> None:
@@ -251,6 +249,7 @@ class InFlight:
     def _forget(self, flight: Flight) -> None:
         self._detach(flight)
         self._flights.pop(flight.mailbox, None)
+        self.live.discard(flight.mailbox)
 
 
 def _can_resume(mailbox: Mailbox) -> bool:

@@ -1,13 +1,13 @@
 """One request between the IO thread, which delivers, and its consumer, which takes. One slot: deltas merge.
 
 A slow consumer therefore costs the tokens it has not read, never a queue. A mailbox notifies its consumer once until
-the consumer takes.
+the consumer takes. There is no lock: the collector may close the consumer's generator, and a signal handler may shut
+the client down, in the middle of anything; see `Choice` for how the two threads get along.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -42,9 +42,13 @@ class OutputKind(StrEnum):
 
 
 class Notifier(Protocol):
-    """Tells consumers that their mailboxes hold something. Called in the IO thread; must not block or raise."""
+    """Tells consumers that their mailboxes hold something. Called in the IO thread; must not block or raise.
 
-    def notify(self, mailboxes: Sequence[Mailbox]) -> None: ...
+    Returns:
+        Whether there still is somebody to tell.
+    """
+
+    def notify(self, mailboxes: Sequence[Mailbox]) -> bool: ...
 
 
 class Mailbox:
@@ -72,7 +76,6 @@ class Mailbox:
             return Choice(index, params, text, keep_all=kind is not OutputKind.DELTA)
 
         self._choices = [choice(i) for i in range(params.n)]
-        self._lock = threading.Lock()
         self._notified = False
         self.started = time.monotonic()
         self._metrics = RequestMetrics(time.time())
@@ -94,45 +97,42 @@ class Mailbox:
         Returns:
             Whether the choice ended here while the engine goes on: a stop string, or a fault on this side.
         """
-        with self._lock:
-            choice = self._choices[index]
-            if choice.finish is not None:
-                return False
-            if tokens:
-                now = time.monotonic() - self.started
-                self._metrics.last_token_latency = now
-                if self._metrics.first_token_latency is None:
-                    self._metrics.first_token_latency = now
-                self._metrics.num_generation_tokens += len(tokens)
-            try:
-                logprobs = self._read_extra(choice, extra, frames) if extra else []
-                if finish == FinishReason.ERROR:
-                    choice.feed(tokens, logprobs)
-                    error = from_code(str(extra.get("code", "request")), str(extra.get("message", "")))
-                    choice.end("error", error=error)
-                else:
-                    reason = extra.get("message" if finish == FinishReason.TIMEOUT else "stop_token")
-                    choice.feed(tokens, logprobs, finish, self._special_stops.get(reason, reason))
-            except Exception as error:  # a fault in one request's text ends that request
-                logger.exception("request %s: its output cannot be read", self.request.request_id)
-                choice.end("error", error=RequestError(f"request {self.request.request_id}: {error!r:.300}"))
-            return choice.finish is not None and finish == FinishReason.NONE
+        choice = self._choices[index]
+        if choice.finish is not None:
+            return False
+        if tokens:
+            now = time.monotonic() - self.started
+            self._metrics.last_token_latency = now
+            if self._metrics.first_token_latency is None:
+                self._metrics.first_token_latency = now
+            self._metrics.num_generation_tokens += len(tokens)
+        try:
+            logprobs = self._read_extra(choice, extra, frames) if extra else []
+            if finish == FinishReason.ERROR:
+                choice.feed(tokens, logprobs)
+                error = from_code(str(extra.get("code", "request")), str(extra.get("message", "")))
+                choice.end("error", error=error)
+            else:
+                reason = extra.get("message" if finish == FinishReason.TIMEOUT else "stop_token")
+                choice.feed(tokens, logprobs, finish, self._special_stops.get(reason, reason))
+        except Exception as error:  # a fault in one request's text ends that request
+            logger.exception("request %s: its output cannot be read", self.request.request_id)
+            choice.end("error", error=RequestError(f"request {self.request.request_id}: {error!r:.300}"))
+        return choice.finish is not None and finish == FinishReason.NONE
 
     def end(self, finish: FinishName, error: WavecoreError | None = None) -> None:
         """End every choice that still runs."""
-        with self._lock:
-            for choice in self._choices:
-                choice.end(finish, error=error)
+        for choice in self._choices:
+            choice.end(finish, error=error)
 
     def needs_notice(self) -> bool:
         """Whether the consumer is to be told now; True once until it takes."""
-        with self._lock:
-            if self._notified or (self._kind is OutputKind.FINAL and not self._finished):
-                return False
-            self._notified = True
-            return True
+        if self._notified or (self._kind is OutputKind.FINAL and not self.ended):
+            return False
+        self._notified = True
+        return True
 
-    # --- any thread; looks at one value need no lock -------------------------------------------------------------
+    # --- any thread ----------------------------------------------------------------------------------------------
 
     def is_running(self, index: int) -> bool:
         return self._choices[index].finish is None
@@ -153,26 +153,26 @@ class Mailbox:
 
     def take(self) -> RequestOutput | None:
         """The output since the last take, or all so far; None when there is nothing new."""
-        with self._lock:
-            self._notified = False
-            news = [c for c in self._choices if c.has_news]
-            if not news:
-                return None
-            shown = news if self._kind is OutputKind.DELTA else self._choices
-            return RequestOutput(
-                request_id=self.request.request_id,
-                prompt=self.request.text,
-                prompt_token_ids=self._prompt_ids,
-                outputs=[choice.take() for choice in shown],
-                finished=self._finished,
-                metrics=self._metrics,
-                prompt_logprobs=self._prompt_logprobs,
-                num_cached_tokens=self._cached_tokens,
-                embedding=self._embedding,
-            )
+        self._notified = False  # first: what comes from here on is told again
+        news = [c for c in self._choices if c.has_news]
+        if not news:
+            return None
+        shown = news if self._kind is OutputKind.DELTA else self._choices
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.text,
+            prompt_token_ids=self._prompt_ids,
+            outputs=[choice.take() for choice in shown],
+            finished=all(choice.told for choice in self._choices),
+            metrics=self._metrics,
+            prompt_logprobs=self._prompt_logprobs,
+            num_cached_tokens=self._cached_tokens,
+            embedding=self._embedding,
+        )
 
     @property
-    def _finished(self) -> bool:
+    def ended(self) -> bool:
+        """Whether all has arrived; `take` may not have given it yet."""
         return all(choice.finish is not None for choice in self._choices)
 
     def _read_extra(
@@ -190,11 +190,10 @@ class Mailbox:
         return read_logprobs(frames, extra["logprobs"], self._decode) if "logprobs" in extra else []
 
 
-def notify(mailboxes: Sequence[Mailbox]) -> None:
-    """Tell the consumers that do not know yet, each notifier once."""
+def notify(mailboxes: Sequence[Mailbox]) -> list[Mailbox]:
+    """Tell the consumers that do not know yet, each notifier once. Returns the mailboxes that nobody can read now."""
     by_notifier: dict[Notifier, list[Mailbox]] = {}
     for mailbox in mailboxes:
         if mailbox.needs_notice():
             by_notifier.setdefault(mailbox.notifier, []).append(mailbox)
-    for notifier, ready in by_notifier.items():
-        notifier.notify(ready)
+    return [mailbox for notifier, ready in by_notifier.items() if not notifier.notify(ready) for mailbox in ready]

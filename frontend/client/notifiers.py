@@ -19,9 +19,10 @@ class ThreadNotifier:
     def __init__(self) -> None:
         self._ready: queue.SimpleQueue[Mailbox] = queue.SimpleQueue()
 
-    def notify(self, mailboxes: Sequence[Mailbox]) -> None:
+    def notify(self, mailboxes: Sequence[Mailbox]) -> bool:
         for mailbox in mailboxes:
             self._ready.put(mailbox)
+        return True
 
     def wait(self, timeout: float | None = None) -> Mailbox | None:
         """The next mailbox that holds something; None after `timeout` seconds."""
@@ -45,11 +46,13 @@ class LoopNotifier:
     def forget(self, mailbox: Mailbox) -> None:
         self._events.pop(mailbox, None)
 
-    def notify(self, mailboxes: Sequence[Mailbox]) -> None:
+    def notify(self, mailboxes: Sequence[Mailbox]) -> bool:
         loop = self._loop()
         if loop is not None:
-            with contextlib.suppress(RuntimeError):  # it was closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # it was closed, and closes no generator that is left
                 loop.call_soon_threadsafe(self._set, loop, mailboxes)
+                return True
+        return False
 
     def _set(self, loop: asyncio.AbstractEventLoop, mailboxes: Sequence[Mailbox]) -> None:
         if len(mailboxes) > TASKS_A_TURN:

@@ -11,22 +11,23 @@ from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.progress_bars import BatchBar, UseTqdm
-from wavecore.transport.errors import EngineDead, Overloaded
+from wavecore.transport.errors import Overloaded
 
 PAUSE_SECONDS = 0.1  # before an overloaded engine is asked again
-REFUSED_SECONDS = 60.0  # an engine that takes nothing of ours for so long will not
+REFUSED_SECONDS = 60.0  # an engine that takes nothing of ours for so long will not: its refusals are final then
 POLL_SECONDS = 0.05
 
 
-def run_batch(service: Service, requests: list[EngineRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
+def run_batch(
+    service: Service, requests: list[EngineRequest], use_tqdm: UseTqdm, raise_on_error: bool = False
+) -> list[RequestOutput]:
     """Send all, never more at a time than the engine's queue takes, and wait for all.
 
     Returns:
-        The final output of each, in order; a request that failed alone carries its error.
+        The final output of each, in order; a request that failed carries its error.
 
     Raises:
-        EngineDead: the engine died under requests that had begun; the others are aborted.
-        Overloaded: others have kept the engine's queue full for a minute.
+        WavecoreError: the first error, if all failed; with `raise_on_error` if any did, and the others are aborted.
     """
     batch = _Batch(service, requests)
     bar = BatchBar(len(requests), use_tqdm)
@@ -34,12 +35,18 @@ def run_batch(service: Service, requests: list[EngineRequest], use_tqdm: UseTqdm
         while len(batch.done) < len(requests):
             batch.send()
             if output := batch.receive():
+                if raise_on_error and output.error:
+                    raise output.error
                 bar.done(output)
     finally:
         for mailbox in batch.running:
             service.client.abort(mailbox)
         bar.close()
-    return [batch.done[i] for i in range(len(requests))]
+    outputs = [batch.done[i] for i in range(len(requests))]
+    errors = [choice.error for output in outputs for choice in output.outputs]
+    if errors and errors[0] and all(errors):
+        raise errors[0]
+    return outputs
 
 
 class _Batch:
@@ -58,36 +65,27 @@ class _Batch:
     def send(self) -> None:
         while self._waiting and len(self.running) < self._max_running and time.monotonic() >= self._pause_until:
             index = self._waiting.popleft()
-            try:
-                mailbox = self._service.submit(self._requests[index], self._notifier, OutputKind.FINAL)
-            except Overloaded as refused:
-                self._retry_later(index, refused)
-            else:
-                self.running[mailbox] = index
+            mailbox = self._service.mailbox(self._requests[index], self._notifier, OutputKind.FINAL)
+            self.running[mailbox] = index
+            self._service.client.submit(mailbox)
 
     def receive(self) -> RequestOutput | None:
-        """The next finished request; None where there is none yet, or it is to be sent again."""
+        """The next request that ended; None where there is none yet, or it is to be sent again."""
         mailbox = self._notifier.wait(POLL_SECONDS if self._waiting else None)
         if mailbox is None or (output := mailbox.take()) is None:
             return None
         index = self.running.pop(mailbox)
-        if isinstance(output.error, EngineDead):
-            raise output.error
         if isinstance(output.error, Overloaded):
-            self._retry_later(index, output.error)
-            return None
-        self._progress = time.monotonic()
+            if self.running or time.monotonic() - self._progress < REFUSED_SECONDS:
+                self._retry_later(index)
+                return None
+        else:
+            self._progress = time.monotonic()
         self.done[index] = output
         return output
 
-    def _retry_later(self, index: int, refused: Overloaded) -> None:
-        """Others fill the engine's queue: ask again later, with fewer at a time.
-
-        Raises:
-            Overloaded: nothing of ours runs, and it has been so for long.
-        """
-        if time.monotonic() - self._progress > REFUSED_SECONDS and not self.running:
-            raise refused
+    def _retry_later(self, index: int) -> None:
+        """Others fill the engine's queue: ask again later, with fewer at a time."""
         self._waiting.appendleft(index)
         self._max_running = max(1, len(self.running))
         self._pause_until = time.monotonic() + PAUSE_SECONDS

@@ -88,7 +88,7 @@ class Service:
             raise
 
     def close(self) -> None:
-        """Let go; stops the engine if it is our own. Idempotent."""
+        """Let go; stops the engine if it is our own. Idempotent, in any thread and in a signal handler."""
         self.client.close()
         if self._supervisor is not None:
             self._supervisor.stop()
@@ -103,7 +103,7 @@ class Service:
             What takes that back, for an owner that closes by itself.
         """
         atexit.register(self.close)
-        # The collector may run in any thread, also in our IO thread with a lock held: it only hands over.
+        # The collector may run in any thread, also in our IO thread: it only hands over.
         dropped = weakref.finalize(owner, _thread.start_new_thread, self.close, ())
         dropped.atexit = False
         return dropped.detach
@@ -161,6 +161,7 @@ class Service:
         Raises:
             ValidationError: a value out of bounds, before it costs anything.
         """
+        self.client.check_open()
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValidationError("sampling_params", f"must be SamplingParams, not {type(params).__name__}")
@@ -191,13 +192,14 @@ class Service:
         wire, options = self._wire(params), options.after(prompt.seconds)
         return EngineRequest(request_id, prompt.text, ids, params, wire, options, prompt_embeds=embeds, resume=resume)
 
-    def submit(self, request: EngineRequest, notifier: Notifier, kind: OutputKind) -> Mailbox:
-        mailbox = Mailbox(request, self.tokenizer, notifier, kind)
-        self.client.submit(mailbox)
-        return mailbox
+    def mailbox(self, request: EngineRequest, notifier: Notifier, kind: OutputKind) -> Mailbox:
+        """What `client.submit` takes. To be made before the `try` that ends in `client.abort`, so that no interrupt
+        between the two loses a request that was sent."""
+        return Mailbox(request, self.tokenizer, notifier, kind)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Prompt:
         """A conversation as a prompt."""
+        self.client.check_open()
         started = time.monotonic()
         text, ids = self.need_tokenizer("chat").render_chat(messages, options, max_tokens=self.max_model_len)
         return Prompt(text, token_ids(ids), seconds=time.monotonic() - started)

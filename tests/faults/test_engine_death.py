@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
 import pytest
+from tests.faults.conftest import right_answer
 from tests.support.waiting import until
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
+from wavecore.frontend.outputs import RequestOutput
 from wavecore.transport.errors import EngineDead
 from wavecore.transport.processes import engine_process
 
@@ -130,6 +133,44 @@ def test_engine_that_cannot_be_started_again(deploy: Any, monkeypatch: pytest.Mo
             LLM.connect(deployed.runtime_dir)
 
 
+def test_request_that_kills_its_engine(deploy: Any) -> None:
+    """One request crashes the engine in each step that it takes part in.
+
+    At the second death it ends with `EngineDead`, which names it as the probable cause; the engine is restarted and
+    serves. Requests that met one of the deaths only, and had no token yet, finish.
+    """
+    with deploy({"faults": {"exit_at_step": {"token": 666, "signal": 11}}}) as deployed:
+        poison = deployed.stream(1, 10, prompt=(666, 1, 2))
+        until(lambda: deployed.engine.state == "waiting")
+        until(lambda: not deployed.llm._service.client.engines)
+        other = deployed.stream(2, 10)
+        assert isinstance(poison.error, EngineDead)
+        assert "died for the second time, may well be the cause, and is not sent again" in str(poison.error)
+        assert "signal 11" in str(poison.error)
+        other.check_finished()
+        assert deployed.engine.restarts == 2
+        deployed.check_serving()
+        assert deployed.engine.restarts == 2
+
+
+def test_resumed_request_meets_a_second_death(deploy: Any) -> None:
+    """The engine dies again under a request with `resume=True` that went on once.
+
+    It fails with the cause, after what it had: a request that may be the cause is not tried for ever.
+    """
+    with deploy({"step_seconds": 0.01}) as deployed:
+        stream = deployed.stream(1, 2000, resume=True)
+        assert stream.first.wait(30)
+        for _ in range(2):
+            before, had = deployed.engine, len(stream.tokens)
+            os.kill(before.pid, signal.SIGKILL)
+            deployed.recovered(before.epoch)
+            until(lambda had=had: len(stream.tokens) > had or stream.ends)
+        assert isinstance(stream.error, EngineDead)
+        assert "second time" in str(stream.error)
+        stream.check_prefix()
+
+
 def test_pending_calls_fail_with_the_engine(deploy: Any) -> None:
     """The engine dies under calls that wait for an answer (statistics, cache resets).
 
@@ -198,8 +239,47 @@ def test_second_client_sees_the_same(deploy: Any) -> None:
         deployed.check_serving()
 
 
+def test_batch_keeps_what_it_can(deploy: Any) -> None:
+    """`LLM.generate` is in the middle of a batch when the engine is killed.
+
+    What was finished is returned, requests without a token go on with the restarted engine, and those that had begun
+    carry `EngineDead` in `.error`, with the tokens that they had. With `raise_on_error=True` the error is raised.
+    """
+    with deploy({"step_seconds": 0.02}, max_num_seqs=4) as deployed:
+        prompts = [(i + 1, 2, 3) for i in range(16)]
+        counts = [5] * 4 + [1000] * 4 + [10] * 8
+
+        def generate(**options: Any) -> list[RequestOutput]:
+            params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in counts]
+            before = deployed.engine
+            killer = threading.Thread(target=kill_when_half_done, args=[before.pid])
+            killer.start()
+            try:
+                return deployed.llm.generate([list(p) for p in prompts], params, use_tqdm=False, **options)
+            finally:
+                killer.join()
+                deployed.recovered(before.epoch)
+
+        def kill_when_half_done(pid: int) -> None:
+            until(lambda: sum(row["output_tokens"] > 10 for row in deployed.call("debug_requests")) == 4)
+            os.kill(pid, signal.SIGKILL)
+
+        outputs = generate()
+        assert [o.outputs[0].finish_reason for o in outputs] == ["length"] * 4 + ["error"] * 4 + ["length"] * 8
+        for prompt, count, output in zip(prompts, counts, outputs, strict=True):
+            tokens = output.outputs[0].token_ids
+            assert tokens == right_answer(prompt, count)[: len(tokens)]
+            assert len(tokens) == count or (output.error is not None and tokens)
+        for output in outputs[4:8]:
+            assert isinstance(output.error, EngineDead)
+            assert "signal 9" in str(output.error)
+        with pytest.raises(EngineDead, match="signal 9"):
+            generate(raise_on_error=True)
+        assert deployed.llm._service.client.num_live == 0
+
+
 def test_offline_generate_names_the_cause(deploy: Any) -> None:
-    """`LLM.generate` is waiting for a batch when the engine is killed.
+    """The engine is killed under every request of `LLM.generate`, or under the only one.
 
     It raises `EngineDead` naming the signal; the same object works again after the restart.
     """

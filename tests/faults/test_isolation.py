@@ -50,6 +50,30 @@ def test_exception_for_one_request(deploy: Any) -> None:
             stream.check_finished()
 
 
+def test_one_of_a_batch_fails(deploy: Any) -> None:
+    """One request of an `LLM.generate` or `LLM.embed` of many fails.
+
+    Its output carries the error in `.error`; the others finish. Where all fail, or any with `raise_on_error=True`, the
+    first error is raised.
+    """
+    with deploy({"faults": {"request_fault_token": 666}}) as deployed:
+        llm, params = deployed.llm, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        prompts = [[1, 2], [666, 2], [3, 4]]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+        assert "told to fail" in str(outputs[1].error)
+        embeddings = llm.embed(prompts, use_tqdm=False)
+        assert [e.error is None for e in embeddings] == [True, False, True]
+        assert [len(e.outputs.embedding) > 0 for e in embeddings] == [True, False, True]
+        for call in (
+            lambda: llm.generate(prompts, params, use_tqdm=False, raise_on_error=True),
+            lambda: llm.generate(prompts[1:2] * 2, params, use_tqdm=False),
+            lambda: llm.embed(prompts[1:2], use_tqdm=False),
+        ):
+            with pytest.raises(WavecoreError, match="told to fail"):
+                call()
+
+
 def test_out_of_memory_once(deploy: Any) -> None:
     """A step runs out of GPU or host memory.
 
@@ -126,6 +150,7 @@ def test_failing_detokenizer(deploy: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 def _end_of(service: Any, request: EngineRequest) -> BaseException | None:
     notifier = ThreadNotifier()
-    mailbox = service.submit(request, notifier, OutputKind.FINAL)
+    mailbox = service.mailbox(request, notifier, OutputKind.FINAL)
+    service.client.submit(mailbox)
     assert notifier.wait(30) is mailbox
     return mailbox.take().error

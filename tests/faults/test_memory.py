@@ -37,7 +37,10 @@ def test_many_short_requests_with_random_aborts(deploy: Any, count: int) -> None
                 prompt = as_prompt(
                     {"prompt_token_ids": [chance.randrange(1, 1000) for _ in range(chance.randrange(1, 40))]}
                 )
-                live[service.submit(service.prepare(prompt, chance.choice(params)), notifier, OutputKind.FINAL)] = None
+                request = service.prepare(prompt, chance.choice(params))
+                mailbox = service.mailbox(request, notifier, OutputKind.FINAL)
+                service.client.submit(mailbox)
+                live[mailbox] = None
                 sent += 1
             if chance.random() < 0.33:
                 client.abort(next(iter(live)))

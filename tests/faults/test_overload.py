@@ -24,7 +24,9 @@ def submit(deployed: Any, count: int, max_tokens: int = 5, length: int = 3) -> t
     boxes = set()
     for i in range(count):
         prompt = as_prompt({"prompt_token_ids": [i % 900 + 1] * length})
-        boxes.add(service.submit(service.prepare(prompt, params), notifier, OutputKind.FINAL))
+        mailbox = service.mailbox(service.prepare(prompt, params), notifier, OutputKind.FINAL)
+        service.client.submit(mailbox)
+        boxes.add(mailbox)
     return notifier, boxes
 
 
@@ -134,7 +136,8 @@ def test_large_prompt_does_not_stop_others(deploy: Any) -> None:
         prompt = np.tile(np.arange(1, 1000, dtype=np.int32), length // 999)
         request = service.prepare(as_prompt({"prompt_token_ids": prompt.tolist()}), SamplingParams(max_tokens=1))
         seen = len(stream.tokens)
-        mailbox = service.submit(request, ThreadNotifier(), OutputKind.FINAL)
+        mailbox = service.mailbox(request, ThreadNotifier(), OutputKind.FINAL)
+        service.client.submit(mailbox)
         until(lambda: stream.ends or deployed.call("stats")["running"] == 2)
         until(lambda: len(stream.tokens) > seen or stream.ends)
         service.client.abort(mailbox)

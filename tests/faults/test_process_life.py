@@ -36,6 +36,53 @@ print("ready", llm.runtime_dir, flush=True)
 time.sleep(600)
 """
 
+# Forks in the middle of a batch, each of them ending as programs do.
+FORK = """
+import os, sys, threading
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.llm import LLM
+llm = LLM("scripted:{script}", disable_tqdm=True)
+params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+outputs = []
+prompts = [[i + 1] for i in range(64)]
+thread = threading.Thread(target=lambda: outputs.extend(llm.generate(prompts, params, use_tqdm=False)))
+thread.start()
+children = []
+for _ in range(24):
+    children.append(os.fork())
+    if children[-1] == 0:
+        sys.exit(7)
+print("ended", [os.waitpid(child, 0)[1] >> 8 for child in children] == [7] * 24, flush=True)
+thread.join()
+print("finished", sum(output.finished for output in outputs), llm.runtime_dir.exists(), flush=True)
+"""
+
+# Shuts down in a signal handler, again and again, whatever the main thread is doing.
+HANDLE = """
+import signal, sys
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.llm import LLM
+llm = LLM("scripted:{script}", disable_tqdm=True)
+params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+others = [LLM.connect(llm.runtime_dir) for _ in range(30)]
+for i, other in enumerate(others):
+    signal.signal(signal.SIGALRM, lambda *_: other.shutdown())
+    signal.setitimer(signal.ITIMER_REAL, 0.001 * i + 0.0001)
+    try:
+        while True:
+            other.generate([[5, k + 1] for k in range(20)], params, use_tqdm=False)
+            for output in other.stream([5, 6], params):
+                pass
+            other.step_stats()
+    except Exception as error:
+        assert "was closed" in str(error), error
+print("shut down", flush=True)
+signal.signal(signal.SIGTERM, lambda *_: (llm.shutdown(), sys.exit(3)))
+print("ready", llm.runtime_dir, flush=True)
+while True:
+    llm.generate([[5, k + 1] for k in range(20)], params, use_tqdm=False)
+"""
+
 
 class Program:
     """A program of a user that starts an engine."""
@@ -139,6 +186,33 @@ def test_named_folder_with_files_of_the_users(program: Any, script: Path, runtim
         assert {path: path.stat().st_ino for path in run.rglob("*")} == before
     finally:
         shutil.rmtree(run)
+
+
+def test_forks(program: Any) -> None:
+    """A program forks while requests run, and the children end, or use what they inherited.
+
+    In the child the client is closed: every use raises `EngineDead` that names the process that it belongs to, streams
+    of the parent end with an error, and nothing waits at exit. The parent, its engine and its requests notice nothing.
+    """
+    one = program(FORK)
+    assert one.read_until("ended").split() == ["ended", "True"]
+    assert one.read_until("finished").split() == ["finished", "64", "True"]
+    assert one.finish() == 0
+
+
+def test_shutdown_in_a_signal_handler(program: Any) -> None:
+    """A signal handler of the program calls `shutdown`, while the main thread is anywhere in a call of ours.
+
+    The engine ends, or is let go of; the call that was interrupted raises that the client was closed. Nothing hangs.
+    """
+    one = program(HANDLE)
+    one.read_until("shut down")
+    path = one.ready()
+    family = one.family()
+    one.process.terminate()
+    assert one.finish() == 3
+    assert gone(family, 2.0)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -18,6 +18,7 @@ from wavecore.transport.io.io_thread import IoThread, IoThreadFailed
 from wavecore.transport.io.sockets import check_address, make_context
 from wavecore.transport.wire.messages import Abort, Add, Utility
 
+END_SECONDS = 10.0  # a thread that cannot end, because its log blocks, say, holds no program up
 LAST_MESSAGES_MS = 500  # for what was sent last, when the engine can still be reached
 
 logger = logging.getLogger(__name__)
@@ -80,10 +81,20 @@ class ClientPump(IoThread):
         self._waker.wake()
         return client_id
 
+    def call_soon(self, call: Callable[[], object]) -> None:
+        """Call a function in the IO thread. From any thread, a signal handler and the collector: it never waits. After
+        the thread's end nothing is called."""
+        self._call_soon(lambda: self._guard(call))
+
+    def call_later(self, seconds: float, call: Callable[[], object]) -> None:
+        """Likewise after some time. Only in the IO thread. Nothing is cancelled: a function looks whether it is still
+        wanted."""
+        self._call_later(seconds, lambda: self._guard(call))
+
     def close(self, timeout: float = 1.0) -> None:
         """Send what is queued, at most for `timeout` seconds, and end the thread. May be called again."""
         self._end_within(timeout)
-        self.join()
+        self.join(timeout + END_SECONDS)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +136,11 @@ class ClientPump(IoThread):
             self._emit(index, ClientFailed(f"{type(failed.error).__name__}: {failed.error}"))
 
     def _emit(self, index: int, event: EngineEvent) -> None:
+        self._guard(lambda: self._on_event(index, event))
+
+    def _guard(self, call: Callable[[], object]) -> None:
+        """What fails in the owner's functions is no reason to end."""
         try:
-            self._on_event(index, event)
+            call()
         except Exception:
-            logger.exception("the handler of engine %d's %s failed", index, type(event).__name__)
+            logger.exception("a function of the client failed")

@@ -5,6 +5,8 @@ Whatever ends it, it gives back all that it owns; if that is a failure, whoever 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import math
 import threading
@@ -48,6 +50,8 @@ class IoThread:
     def __init__(self, name: str, on_failure: Callable[[IoThreadFailed], object]) -> None:
         self._on_failure = on_failure
         self._calls: deque[Callable[[], object]] = deque()
+        self._due: list[tuple[float, int, Callable[[], object]]] = []  # a heap: monotonic time, number, call
+        self._numbers = itertools.count()
         self._end_by = math.inf  # monotonic time; finite once the thread is to end
         self._waker = Waker()
         self._poller = zmq.Poller()
@@ -78,6 +82,10 @@ class IoThread:
             self._release()
         self.join()
 
+    def forked(self) -> None:
+        """The child of a fork has this object and not its thread: nothing of it may reach the parent's."""
+        self._waker.close()
+
     def _end_within(self, seconds: float) -> None:
         self._end_by = min(self._end_by, time.monotonic() + seconds)
         self._waker.wake()
@@ -87,6 +95,9 @@ class IoThread:
         self._waker.wake()
 
     # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _call_later(self, seconds: float, call: Callable[[], object]) -> None:
+        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), call))
 
     def _run(self) -> None:
         try:
@@ -100,7 +111,7 @@ class IoThread:
     def _loop(self) -> None:
         next_tick = time.monotonic() + self.tick_seconds
         while True:
-            wait = min(next_tick, self._end_by) - time.monotonic()
+            wait = min(next_tick, self._end_by, self._due[0][0] if self._due else math.inf) - time.monotonic()
             ready = dict(self._poller.poll(None if wait == math.inf else max(0, math.ceil(wait * 1000))))
             if self._waker.fd in ready:
                 self._waker.clear()
@@ -108,6 +119,8 @@ class IoThread:
                 self._calls.popleft()()
             self._turn(ready)
             now = time.monotonic()
+            while self._due and self._due[0][0] <= now:
+                heapq.heappop(self._due)[2]()
             if now >= next_tick:
                 next_tick = now + self.tick_seconds
                 self._tick()

@@ -38,30 +38,31 @@ def set_up(process: str, level: int = logging.INFO) -> LineWriter:
 
 
 class LineWriter:
-    """Writes lines to a stream from its own thread. `put` never blocks and never raises.
+    """Writes lines to a stream from its own thread. `put` never blocks, never raises and takes no lock: libraries log
+    in finalisers, so the collector may run it in the middle of itself.
 
     Args:
         stream: asked at each write, because notebooks and test runners replace sys.stderr.
-        limit: lines waiting at most.
+        limit: lines waiting, about, at most.
     """
 
     def __init__(self, stream: Callable[[], TextIO | None], limit: int = 1000) -> None:
         self._stream = stream
-        self._queue: queue.Queue[str | None] = queue.Queue(limit)
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._limit = limit
         self._dropped = 0
         self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
         self._thread.start()
 
     def put(self, line: str) -> None:
-        try:
-            self._queue.put_nowait(line[:MAX_LINE])
-        except queue.Full:
+        if self._queue.qsize() < self._limit:
+            self._queue.put(line[:MAX_LINE])
+        else:
             self._dropped += 1
 
     def close(self, timeout: float = 1.0) -> None:
         """Write what waits, for at most `timeout` seconds."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=timeout)
+        self._queue.put(None)
         self._thread.join(timeout)
 
     def _run(self) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from wavecore.transport import curve
+from wavecore.transport import curve, forks
 from wavecore.transport.addresses import check_interface
 from wavecore.transport.errors import EngineDead, ResourceError, StartError, WavecoreError, as_wavecore_error
 from wavecore.transport.processes import deployment
@@ -46,6 +46,7 @@ SIGNALS = {
     signal.SIGHUP: "SIGHUP (the terminal was closed)",
 }
 Progress = Callable[[int, str, float], None]
+END_SECONDS = 60.0  # `stop` waits no longer, in all, than its children may take and this
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,8 @@ class Supervisor:
     ) -> None:
         self._specs, self._where, self._address = tuple(specs), runtime_dir, address
         self._limits = limits or Limits()
-        self._owner = os.getpid()
         self._dir: RuntimeDir | None = None
-        self._deployment = Deployment("starting", self._owner, (), started=time.time())
+        self._deployment = Deployment("starting", os.getpid(), (), started=time.time())
         self._written: object = None  # what was written last, and when: another time means that somebody changed it
         self._started = self._warned = False
         self._stops: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()  # drain seconds, the signal's name
@@ -117,6 +117,7 @@ class Supervisor:
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(self._dir, self._waker), name="supervisor", daemon=True)
         self._thread.start()
+        forks.tell(self)
         atexit.register(self.stop)  # a script that just ends still removes the folder
         try:
             while (phase := self._phases.get()) is not None:
@@ -136,17 +137,24 @@ class Supervisor:
             self._waker.wake()
 
     def stop(self, drain: float = 0.0) -> None:
-        """End every child and remove the runtime directory; returns when that is done. Idempotent, from any thread.
+        """End every child and remove the runtime directory; returns when that is done. Idempotent, from any thread and
+        a signal handler.
 
         Args:
             drain: seconds for running requests to finish, while new ones are refused; 0 ends them now, each with an
                 error. A later call with less time shortens an earlier one.
         """
-        if self._thread is None or os.getpid() != self._owner:  # a fork has the object, not the thread
+        thread = self._thread
+        if thread is None:
             return
         self.request_stop(drain)
-        self._thread.join()
+        if thread is not threading.current_thread():  # a collector there may have dropped whoever owns this
+            thread.join(max(drain, self._limits.drain) + self._limits.grace + END_SECONDS)
         atexit.unregister(self.stop)
+
+    def forked(self) -> None:
+        """The child of a fork has this object and not its thread: it may neither end the engines nor wait for that."""
+        self._thread = self._waker = None
 
     def wait(self) -> None:
         """Wait until everything has ended: by `stop`, or because every engine stays down.

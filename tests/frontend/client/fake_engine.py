@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +30,26 @@ class FakePump:
     """Stands in for `ClientPump`; events are given by the test, in its own thread."""
 
     def __init__(self, on_event: Callable[[int, EngineEvent], None], *, version: str) -> None:
-        self.on_event = on_event
+        self._on_event = on_event
         self.client_ids: dict[int, bytes] = {}
         self.epochs: dict[int, bytes] = {}
         self.addresses: dict[int, tuple[str, str]] = {}
         self.sent: list[tuple[int, Add | Abort | Utility]] = []
         self.lives = 0
         self.closed = False
+        self._lock = threading.RLock()  # what the IO thread of the real one does one after the other
+
+    def call_soon(self, call: Callable[[], object]) -> None:
+        with self._lock:
+            call()
+
+    def call_later(self, seconds: float, call: Callable[[], object]) -> None:
+        timer = threading.Timer(seconds, lambda: self.closed or self.call_soon(call))
+        timer.daemon = True
+        timer.start()
+
+    def forked(self) -> None:
+        self.closed = True
 
     def connect(self, index: int, input: str, output: str, curve: object = None) -> None:
         self.addresses[index] = (input, output)
@@ -54,6 +68,9 @@ class FakePump:
         self.closed = True
 
     # --- what the test makes happen ---
+
+    def on_event(self, index: int, event: EngineEvent) -> None:
+        self.call_soon(lambda: self._on_event(index, event))
 
     def new_life(self, index: int) -> None:
         self.lives += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -299,3 +301,64 @@ def test_the_first_word_keeps_its_space_behind_the_prompt() -> None:
     mailbox.deliver(0, new, FinishReason.LENGTH, {}, ())
     output = mailbox.take()
     assert output is not None and output.outputs[0].text == " is"
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns after nearly every instruction."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("values", [{}, {"stop": "STOP"}, {"n": 3}, {"stop": ["STOP", "none"], "n": 2}])
+@pytest.mark.parametrize("kind", OutputKind)
+def test_a_reader_beside_the_io_thread_sees_all_of_it_once(
+    quick_switches: None, kind: OutputKind, values: dict[str, object]
+) -> None:
+    """Two threads and no lock: nothing is lost, doubled or out of step, and no reader sleeps over what came."""
+    params = SamplingParams(logprobs=0, **values)  # type: ignore[arg-type]
+    request = EngineRequest("r", None, np.ones(1, np.int32), params, {})
+    whole = "Grüße " * 60 + ("STOP" if params.stop else "") + "tail"
+    tokens = ids(whole)
+    for _ in range(10):
+        notifier = ThreadNotifier()
+        mailbox = Mailbox(request, TOKENIZER, notifier, kind)
+
+        def feed(mailbox: Mailbox = mailbox) -> None:
+            for at in range(0, len(tokens), 2):
+                new = tokens[at : at + 2]
+                last = FinishReason.LENGTH if at + 2 >= len(tokens) else FinishReason.NONE
+                frames = (
+                    from_numpy(np.array([[t] for t in new], np.int32)),
+                    from_numpy(np.full((len(new), 1), -1.0, np.float32)),
+                    from_numpy(np.ones(len(new), np.int32)),
+                )
+                for index in range(params.n):
+                    mailbox.deliver(index, new, last, {"logprobs": [0, 1, 2]}, frames)
+                    notify([mailbox])
+
+        io_thread = threading.Thread(target=feed)
+        io_thread.start()
+        texts, seen, entries, ends = ([""] * params.n, [[] for _ in range(params.n)], [0] * params.n, [0] * params.n)
+        finished = False
+        while not finished:
+            assert notifier.wait(30) is mailbox
+            output = mailbox.take()
+            if output is None:
+                continue
+            finished = output.finished
+            for c in output.outputs:
+                assert c.logprobs is not None
+                assert [next(iter(entry)) for entry in c.logprobs] == c.token_ids
+                fresh = kind is OutputKind.DELTA
+                texts[c.index] = texts[c.index] + c.text if fresh else c.text
+                seen[c.index] = seen[c.index] + c.token_ids if fresh else c.token_ids
+                entries[c.index] += len(c.logprobs)
+                ends[c.index] += c.finish_reason is not None and (fresh or finished)
+        io_thread.join()
+        assert mailbox.take() is None
+        assert texts == [whole.removesuffix("STOPtail") if params.stop else whole] * params.n
+        assert [TOKENIZER.backend.decode(t).split("STOP")[0] for t in seen] == [whole.split("STOP")[0]] * params.n
+        assert ends == [1] * params.n

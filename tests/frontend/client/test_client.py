@@ -129,9 +129,15 @@ def test_second_death_before_the_first_token_is_the_end(world: World) -> None:
     mailbox = world.submit()
     world.kill(0)
     world.pump.new_life(0)
+    other = world.submit()
     world.kill(0, "engine 0 was killed by signal 11")
-    assert "signal 11" in str(error_of(mailbox))
-    assert world.client.num_live == 0
+    error = str(error_of(mailbox))
+    assert "signal 11" in error
+    assert "died for the second time, may well be the cause" in error
+    assert world.client.num_live == 1  # it saw one death only
+    world.pump.new_life(0)
+    world.pump.step(0, [(world.pump.adds()[-1][1].handle, [7], STOP)])
+    assert tokens_of(other) == [7]
 
 
 def test_other_engine_takes_over_at_once(pair: World) -> None:
@@ -199,8 +205,7 @@ def test_the_restart_that_was_waited_for_fails(world: World) -> None:
     error = error_of(mailbox)
     assert isinstance(error, EngineDead)
     assert "signal 9" in str(error)
-    with pytest.raises(EngineDead, match="signal 9"):  # and now there is nothing to wait for
-        world.submit()
+    assert "signal 9" in str(error_of(world.submit()))  # and now there is nothing to wait for
 
 
 def test_the_restarted_engine_takes_no_more_clients(world: World) -> None:
@@ -223,17 +228,18 @@ def test_resume_goes_on_with_prompt_tokens_and_seed(world: World, params: dict[s
     mailbox = world.submit([1, 2], resume=True, kind=OutputKind.CUMULATIVE, **params)
     [(_, add)] = world.pump.adds()
     world.pump.step(0, [(add.handle, [5, 6], 0)], {0: {"seed": params.get("seed", 77)}})
-    for life in range(in_flight.MAX_RESUMES):
-        world.kill(0)
-        world.pump.new_life(0)
-        _, again = world.pump.adds()[-1]
-        assert world.prompt_of(again) == [1, 2, 5, 6, *[10] * life]
-        assert again.options["emitted"] == 2 + life
-        assert again.params.get("seed") == params.get("seed", 77)
-        world.pump.step(0, [(again.handle, [10], 0)])
-    assert tokens_of(mailbox) == [5, 6, 10, 10, 10]
     world.kill(0)
-    assert "signal 9" in str(error_of(mailbox))
+    world.pump.new_life(0)
+    _, again = world.pump.adds()[-1]
+    assert world.prompt_of(again) == [1, 2, 5, 6]
+    assert again.options["emitted"] == 2
+    assert again.params.get("seed") == params.get("seed", 77)
+    world.pump.step(0, [(again.handle, [10], 0)])
+    assert tokens_of(mailbox) == [5, 6, 10]
+    world.kill(0)
+    error = str(error_of(mailbox))
+    assert "signal 9" in error
+    assert "may well be the cause" in error
 
 
 def test_what_is_sent_again_has_the_rest_of_its_time(world: World) -> None:
@@ -299,8 +305,7 @@ def test_engine_that_comes_into_reach_again(world: World, monkeypatch: pytest.Mo
     for mailbox in (begun, waiting):  # a wait for an engine that is ready, but not for us, would have no end
         assert world.notifier.wait(0) in (None, begun, waiting)
         assert "out of reach" in str(error_of(mailbox))
-    with pytest.raises(EngineDead, match="out of reach"):
-        world.submit()
+    assert "out of reach" in str(error_of(world.submit()))
     assert set(world.pump.aborted()) == {first, second}  # it hears so when it is back
     world.pump.reconnect(0)
     mailbox = world.submit()
@@ -352,11 +357,11 @@ def test_calls(world: World) -> None:
     call = world.client.call("stats", {"a": 1})
     number = world.pump.sent[-1][1].call  # type: ignore[union-attr]
     world.pump.on_event(0, Result(b"", 1, number, True, "", "", {"x": 1}))
-    assert call.result(0).value == {"x": 1}
+    assert call.result(5).value == {"x": 1}
     failing = world.client.call("nothing")
     world.pump.on_event(0, Result(b"", 1, number + 1, True, "validation", "method: unknown", None))
     with pytest.raises(ValueError, match="unknown"):
-        failing.result(0)
+        failing.result(5)
     world.pump.on_event(0, Result(b"", 1, 999, True, "", "", None))  # nobody asked
 
 
@@ -365,7 +370,7 @@ def test_pending_calls_fail_with_the_engine(world: World) -> None:
     world.kill(0)
     for call in calls:
         with pytest.raises(EngineDead, match="signal 9"):
-            call.result(0)
+            call.result(5)
     with pytest.raises(EngineDead, match="signal 9"):
         world.client.call("stats")
 
@@ -389,10 +394,12 @@ def test_close_ends_everything(world: World) -> None:
     world.client.close()
     assert isinstance(error_of(mailbox), RequestError)
     with pytest.raises(RequestError, match="closed"):
-        call.result(0)
+        call.result(5)
     assert world.pump.closed
-    with pytest.raises(EngineDead, match="closed"):
-        world.submit()
+    error = error_of(world.submit())
+    assert isinstance(error, EngineDead)
+    assert "closed" in str(error)
+    assert world.client.num_live == 0
 
 
 def test_load_is_balanced_by_tokens(pair: World) -> None:
@@ -437,9 +444,8 @@ def test_a_failed_io_thread_ends_everything_at_once(world: World) -> None:
     assert isinstance(error, RequestError)
     assert "too many open files" in str(error)
     with pytest.raises(RequestError, match="too many open files"):
-        call.result(0)
-    with pytest.raises(EngineDead, match="too many open files"):
-        world.submit()
+        call.result(5)
+    assert "too many open files" in str(error_of(world.submit()))
 
 
 def test_an_engine_that_takes_no_more_clients(monkeypatch: pytest.MonkeyPatch) -> None:

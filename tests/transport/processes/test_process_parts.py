@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import os
@@ -84,6 +85,36 @@ def test_lines_of_a_pipe() -> None:
     assert lines.ended
     assert list(lines.tail) == ["one", "two", " 50%", "100%", "three�"]
     os.close(read)
+
+
+def test_a_finaliser_may_log_in_the_middle_of_a_log_line() -> None:
+    stream = io.StringIO()
+    writer = LineWriter(lambda: stream, limit=100_000)
+
+    class Talkative:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            writer.put("collected")
+
+    def log() -> None:
+        for i in range(500):
+            Talkative()
+            writer.put(f"line {i}")
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        thread = threading.Thread(target=log, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+    finally:
+        gc.set_threshold(*before)
+    writer.close()
+    assert stream.getvalue().count("line ") == 500
+    assert stream.getvalue().count("collected") > 300
 
 
 def test_a_line_without_an_end_is_cut() -> None:

@@ -182,6 +182,29 @@ def test_stop_from_another_thread_ends_a_start() -> None:
         supervisor.start(lambda *_: supervisor.request_stop())
 
 
+def test_stop_in_the_supervisors_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may drop whoever owns it there."""
+    supervisor = started("serve")
+    publish = supervisor._publish
+    monkeypatch.setattr(supervisor, "_publish", lambda *all: (supervisor.stop(), publish(*all)))
+    assert supervisor.runtime_dir is not None
+    until(lambda: not supervisor.runtime_dir.exists())
+    supervisor.stop()
+
+
+def test_a_fork_ends_no_engine_of_its_parent() -> None:
+    with started("serve") as supervisor:
+        pid = os.fork()
+        if pid == 0:
+            supervisor.request_stop()
+            supervisor.stop()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert supervisor.runtime_dir is not None
+        assert deployment.read(supervisor.runtime_dir).state == "ready"
+        assert psutil.pid_exists(supervisor.deployment().engines[0].pid)
+
+
 def test_a_runtime_dir_serves_one_deployment(tmp_path: Path) -> None:
     where = tmp_path / "run"
     where.mkdir(mode=0o700)

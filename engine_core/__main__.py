@@ -19,6 +19,7 @@ from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.startup.factory import make_runner
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
+from wavecore.transport.headroom import raise_descriptor_limit
 from wavecore.transport.processes import logs
 from wavecore.transport.processes.child import SupervisedChild, parser
 
@@ -32,6 +33,7 @@ def main() -> int:
     arguments.add_argument("--input", required=True)
     arguments.add_argument("--output", required=True)
     args = arguments.parse_args()
+    raise_descriptor_limit()
     child = SupervisedChild(args, MEMORY_ADVICE)
     writer = logs.set_up(f"engine {args.index}")
     try:

@@ -190,9 +190,10 @@ class LLM(BaseLLM):
         for index, stats in zip(client.engines, call_all(client, "memory_stats"), strict=False):
             sys.stdout.write(memory_table(index, stats) + "\n")
 
-    def debug_requests(self) -> list[dict[str, Any]]:
-        """State, age and progress of every request in the engine."""
-        return [row for rows in call_all(self._service.client, "debug_requests") for row in rows]
+    def debug_requests(self, limit: int = 1000, offset: int = 0) -> list[dict[str, Any]]:
+        """State, age and progress of an engine's requests, running ones first: at most 1,000 from `offset` on."""
+        pages = call_all(self._service.client, "debug_requests", limit=limit, offset=offset)
+        return [row for page in pages for row in page]
 
     debug_sequence_states = debug_requests
 

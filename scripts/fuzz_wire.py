@@ -122,10 +122,12 @@ class Source:
             lambda: messages.Ping(TOKEN, n(), True),
             lambda: messages.Ready(TOKEN, "0.1", n(), table),
             lambda: messages.Step(TOKEN, n(), self.step_tokens(), n()),
-            lambda: messages.Result(TOKEN, n(), n(), True, "", "", self.value(), (self.tensor(), self.tensor())),
+            lambda: messages.Result(TOKEN, n(), n(), "", "", self.value(), (self.tensor(), self.tensor())),
             lambda: messages.Heartbeat(TOKEN, n(), n(), True),
             lambda: messages.UnknownClient(TOKEN),
             lambda: messages.Dead(TOKEN, "code", "message", "phase", 0, "traceback"),
+            lambda: messages.Piece(TOKEN, TOKEN, n(), 1, np.array([5, 0], np.uint32), self.tensor()),
+            lambda: messages.Mark(TOKEN, TOKEN, n(), n()),
         ]
         return self.random.choice(kinds)()
 

@@ -62,7 +62,7 @@ TIERS = {
     "transport": (
         ("io", "processes"),
         ("wire",),
-        ("addresses", "curve", "forks", "waker"),
+        ("addresses", "curve", "forks", "headroom", "waker"),
         ("errors", "small_files", "version"),
     ),
 }

@@ -26,7 +26,10 @@ from __future__ import annotations
 import errno
 from typing import Any
 
-RESOURCE_ERRNOS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
+RESOURCE_ERRNOS = (
+    *(errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC),
+    errno.EAGAIN,  # of a fork: no process or thread is left
+)
 MORE_MEMORY = "give the machine or container more memory"
 
 

@@ -17,6 +17,8 @@ import os
 import queue
 import signal
 import time
+import traceback
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -27,6 +29,7 @@ from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.request import Request
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import WavecoreError, as_wavecore_error
+from wavecore.transport.io.complaints import Complaints
 from wavecore.transport.io.input_pump import InputPump
 from wavecore.transport.io.io_thread import IoThreadFailed
 from wavecore.transport.io.output_pump import ClientGone, OutputPump
@@ -36,6 +39,7 @@ from wavecore.transport.wire.messages import Abort, Utility
 
 logger = logging.getLogger(__name__)
 _NOTHING_RAN_SECONDS = 0.005
+_CALL_SECONDS = 0.005  # of a turn for utility calls; a longer call is the only one of its turn
 _JOIN_SECONDS = 4.0
 
 
@@ -74,6 +78,8 @@ class EngineCoreProc:
         self._child, self._progress = child, child.progress
         self._epoch, self._resolved = os.urandom(16), dict(resolved)  # the epoch names this life of the engine
         self._stop_at: float | None = None  # draining: when the rest is aborted
+        self._calls: dict[bytes, deque[Utility]] = {}  # not made yet, by client; the one whose turn it is comes first
+        self._complaints = Complaints(logger)
         self._output = OutputPump(
             output_address,
             epoch=self._epoch,
@@ -125,10 +131,11 @@ class EngineCoreProc:
             self._output.join(_JOIN_SECONDS)
 
     def run_busy_loop(self) -> None:
-        """Drain the input, step, hand out; until stopped and out of work."""
+        """Drain the input, make some calls, step, hand out; until stopped and out of work."""
         core, moved = self.core, True
         while core.has_work or self._stop_at is None:
             self._process_input_queue(moved)
+            self._make_calls()
             if not core.has_work:
                 continue
             outputs, launched = core.step()
@@ -139,12 +146,12 @@ class EngineCoreProc:
                 self._output.put(outputs, core.requests.num_tokens)
 
     def _process_input_queue(self, moved: bool) -> None:
-        if not self.core.has_work:
+        if not self.core.has_work and not self._calls:
             self._progress.busy(False)
             item = self.input_queue.get()
             self._progress.busy(True)
             self._handle(item)
-        elif not moved:  # work that cannot run just now: no reason to spin
+        elif not moved and not self._calls:  # work that cannot run just now: no reason to spin
             with contextlib.suppress(queue.Empty):
                 self._handle(self.input_queue.get(timeout=_NOTHING_RAN_SECONDS))
         for _ in range(self.input_queue.qsize()):  # what comes meanwhile waits for the next turn
@@ -159,15 +166,27 @@ class EngineCoreProc:
             case Abort():
                 self.core.abort(item.client_id, item.handles)
             case ClientGone():
+                self._calls.pop(item.client_id, None)
                 ended = self.core.abort_client(item.client_id)
                 if ended and item.reason:
                     logger.warning("%d requests of client %s end: %s", ended, item.client_id.hex()[:8], item.reason)
             case Utility():
-                self._call(item)
+                self._calls.setdefault(item.client_id, deque()).append(item)
             case StopIn():
                 self._stop(item)
             case IoThreadFailed():
                 raise WavecoreError(f"the {item.thread} failed: {item.error}") from item.error
+
+    def _make_calls(self) -> None:
+        """A turn's share of utility calls, one of each client after the other: streams and other callers go on."""
+        until = time.monotonic() + _CALL_SECONDS
+        while self._calls and time.monotonic() < until:
+            client_id = next(iter(self._calls))
+            waiting = self._calls.pop(client_id)
+            self._call(waiting.popleft())
+            if waiting:
+                self._calls[client_id] = waiting
+            self._progress.beat()
 
     def _call(self, item: Utility) -> None:
         try:
@@ -175,7 +194,7 @@ class EngineCoreProc:
         except WavecoreError as error:
             self._output.put_result(item.client_id, item.call, error=error)
         except Exception as error:  # a failed call fails its caller, not the engine
-            logger.exception("utility call %s failed", item.method)
+            self._complaints.add(f"utility call {item.method} failed", traceback.format_exc(), logging.ERROR)
             self._output.put_result(item.client_id, item.call, error=as_wavecore_error(error, MEMORY_ADVICE))
         else:
             self._output.put_result(item.client_id, item.call, value, frames)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +16,11 @@ from wavecore.engine_core.scheduling import integrity
 from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.scheduler import Scheduler
 from wavecore.transport.errors import ValidationError
+from wavecore.transport.wire.checks import OF_REQUEST
 from wavecore.transport.wire.messages import TensorFrame
 from wavecore.transport.wire.tensors import from_numpy
+
+MAX_SHOWN = 1000  # requests in one answer, about half a megabyte
 
 
 class Utilities:
@@ -82,10 +86,15 @@ class Utilities:
             **self._runner.memory_stats(),
         }
 
-    def debug_requests(self, limit: int = 1000) -> list[dict[str, Any]]:
-        """State, age and reason for waiting of at most `limit` requests: running ones, then the queue in order."""
-        if type(limit) is not int or limit < 0:
-            raise ValidationError("limit", f"must be a whole number from 0, not {limit!r:.80}")
+    def debug_requests(self, limit: int = MAX_SHOWN, offset: int = 0) -> list[dict[str, Any]]:
+        """State, age and reason for waiting of a page of requests: running ones, then the queue in order.
+
+        Args:
+            limit: at most so many, up to MAX_SHOWN.
+            offset: requests before the first that is shown.
+        """
+        OF_REQUEST.whole("limit", limit, 0, MAX_SHOWN)
+        OF_REQUEST.whole("offset", offset, 0, sys.maxsize)
         requests = self._requests
         queue = requests.waiting.in_order()
         running = [request for request in requests.all() if not request.queued]
@@ -106,7 +115,7 @@ class Utilities:
                 "host_blocks": len(request.host_blocks),
                 "preemptions": request.preemptions,
             }
-            for place, request in enumerate([*running, *queue][:limit])
+            for place, request in enumerate([*running, *queue][offset : offset + limit], offset)
         ]
 
     def _reason(self, request: Request, ahead: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from wavecore.transport.errors import WavecoreError
+from wavecore.transport.headroom import raise_descriptor_limit
 from wavecore.transport.version import VERSION
 
 COMMANDS = {
@@ -37,6 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
         reason = refused("commands", name) or f"{name}: no such command{did_you_mean(name, COMMANDS, '')}"
         print(f"wavecore: {reason}\n\n{_help()}", file=sys.stderr)
         return 2
+    raise_descriptor_limit()
     try:
         code: int = import_module(f"wavecore.{COMMANDS[name][0]}").run(args[1:])
         sys.stdout.flush()

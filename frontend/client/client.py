@@ -55,6 +55,7 @@ class EngineClient:
         StartError: no deployment there, or no answer in time.
         EngineDead: the deployment is over; with the cause.
         Overloaded: the engine has as many clients as it takes.
+        ResourceError: too few descriptors or threads.
     """
 
     def __init__(self, runtime_dir: str | Path, *, timeout: float = 30.0, version: str) -> None:
@@ -204,7 +205,8 @@ class EngineClient:
                 engine.broken_at, engine.broken_by = time.monotonic(), event.reason
                 self._watch.look()
         elif isinstance(event, ClientFailed):
-            self._closed = self._closed or f"this client's IO thread failed ({event.reason}): make a new client"
+            self._refuse(event.error)
+            self._closed = self._closed or f"this client's IO thread failed ({event.error}): make a new client"
             self._end()
         elif isinstance(event, Reconnected):
             if engine.state in (EngineState.BROKEN, EngineState.UNREACHABLE):

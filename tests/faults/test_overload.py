@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import resource
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from tests.faults.conftest import right_answer
 from tests.support.waiting import until
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.frontend.client.notifiers import ThreadNotifier
+from wavecore.frontend.llm import LLM
 from wavecore.frontend.prompts import as_prompt
 from wavecore.transport.errors import Overloaded
 
@@ -102,6 +107,62 @@ def test_a_thousand_aborts_at_once(deploy: Any) -> None:
         assert {o.outputs[0].finish_reason for o in ends(notifier, boxes)} == {"abort"}
         deployed.check_serving()
         assert deployed.call("debug_requests") == []
+
+
+def test_flood_of_utility_calls(deploy: Any) -> None:
+    """A client calls `check_integrity` 400 times at once while another streams and asks for its own statistics.
+
+    Each turn of the loop makes a few calls, of each client in turn: the stream goes on, nobody waits for all of them.
+    """
+    with (
+        deploy({"step_seconds": 0.002, "num_blocks": 20_000}) as deployed,
+        LLM.connect(deployed.runtime_dir) as other,
+    ):
+        stream = deployed.stream(1, 60, llm=other)
+        stream.first.wait(30)
+        flood = [deployed.llm._service.client.call("check_integrity", timeout=120.0) for _ in range(400)]
+        other.step_stats()
+        assert not all(future.done() for future in flood)
+        stream.check_finished()
+        assert not all(future.done() for future in flood)
+        assert all(future.result().value for future in flood)
+        deployed.check_serving()
+
+
+def test_more_clients_than_the_engine_has_descriptors(deploy: Any) -> None:
+    """Clients attach until the engine's file descriptors run low; its soft limit is that of the system, say 1,024.
+
+    The engine raises the soft limit to the hard one. The first client over it is refused with `Overloaded`, which names
+    the limit and the way out; the others stream on, and one that leaves makes room.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
+    try:
+        deployment = deploy({"step_seconds": 0.01})
+        deployed = deployment.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with contextlib.ExitStack() as stack:
+        stack.push(deployment)
+        assert resource.prlimit(deployed.engine.pid, resource.RLIMIT_NOFILE)[0] == hard
+        used = sum(1 for _ in Path(f"/proc/{deployed.engine.pid}/fd").iterdir())
+        limit = (used + 10) * 4 // 3
+        resource.prlimit(deployed.engine.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        stream = deployed.stream(1, 200)
+        others = []
+        with pytest.raises(Overloaded, match=f"the engine's {limit} file descriptors are free.*ulimit -Hn"):
+            for _ in range(12):
+                others.append(stack.enter_context(LLM.connect(deployed.runtime_dir)))
+        assert 3 <= len(others) <= 6
+        for _ in range(5):
+            with pytest.raises(Overloaded):
+                LLM.connect(deployed.runtime_dir)
+        stream.check_finished()
+        deployed.stream(2, 10, llm=others[0]).check_finished()
+        others[1].shutdown()
+        others[2].shutdown()
+        until(lambda: sum(1 for _ in Path(f"/proc/{deployed.engine.pid}/fd").iterdir()) < used + 8)
+        stack.enter_context(LLM.connect(deployed.runtime_dir))
 
 
 def test_consumer_leaves(deploy: Any) -> None:

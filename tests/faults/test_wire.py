@@ -11,8 +11,8 @@ import zmq
 from tests.support.waiting import until
 
 from wavecore.transport.errors import MessageTooLarge
-from wavecore.transport.io.sockets import MAX_FRAME_BYTES, make_context
-from wavecore.transport.wire.codec import encode
+from wavecore.transport.io.sockets import make_context
+from wavecore.transport.wire.codec import MAX_FRAME_BYTES, encode
 from wavecore.transport.wire.messages import Abort, Add, Hello, Ping, Utility
 from wavecore.transport.wire.tensors import from_numpy
 

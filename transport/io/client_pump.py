@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from wavecore.transport.curve import CurveClient
-from wavecore.transport.errors import EngineDead
+from wavecore.transport.errors import EngineDead, as_wavecore_error
 from wavecore.transport.io.connection import ClientFailed, Connection, EngineEvent
 from wavecore.transport.io.io_thread import IoThread, IoThreadFailed
 from wavecore.transport.io.sockets import check_address, make_context
@@ -31,15 +31,18 @@ class ClientPump(IoThread):
         on_event: called in the IO thread with (index, event). It must not wait for another party, since pings leave
             from the same thread; it may read a small local file.
         version: told to the engines in HELLO.
+
+    Raises:
+        ResourceError: too few descriptors or threads.
     """
 
     tick_seconds = 1.0
 
     def __init__(self, on_event: Callable[[int, EngineEvent], None], *, version: str) -> None:
+        self._context = make_context()
         super().__init__("client IO", self._on_own_failure)
         self._on_event = on_event
         self._version = version
-        self._context = make_context()
         self._connections: dict[int, Connection | None] = {}  # None: `connect` was called, the thread has yet to act
         self.start()
 
@@ -133,7 +136,7 @@ class ClientPump(IoThread):
     def _on_own_failure(self, failed: IoThreadFailed) -> None:
         """Nobody may wait for events that cannot come."""
         for index in list(self._connections):
-            self._emit(index, ClientFailed(f"{type(failed.error).__name__}: {failed.error}"))
+            self._emit(index, ClientFailed(as_wavecore_error(failed.error)))
 
     def _emit(self, index: int, event: EngineEvent) -> None:
         self._guard(lambda: self._on_event(index, event))

@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from wavecore.transport.errors import MessageTooLarge, ProtocolError
+import numpy as np
+
+from wavecore.transport.errors import ProtocolError
 from wavecore.transport.io.sessions import ClientInput
 from wavecore.transport.wire.codec import Frames, encode
-from wavecore.transport.wire.delivery import Outbox
-from wavecore.transport.wire.messages import MAX_RESULT_BYTES, FinishReason, Result, Step, StepTokens, TensorFrame
-from wavecore.transport.wire.step_tokens import finish_rows, merge, size_of
+from wavecore.transport.wire.delivery import PIECE_BYTES, WINDOW_BYTES, WINDOW_MESSAGES, Outbox
+from wavecore.transport.wire.messages import Abort, FinishReason, Result, Step, StepTokens
+from wavecore.transport.wire.step_tokens import finish_rows, merge, rows_of, size_of
 
-STEP_BYTES = 1 << 20  # merged output leaves in messages of about this size
-CHUNK_BYTES = 8 << 20
+STEP_BYTES = PIECE_BYTES // 2  # merged output leaves in messages of about this size
 HELD_MESSAGES = 10_000  # not acknowledged; only results can be so many, see `put_result`
 MERGE_EVERY = 64  # merging each step would copy all that waits each time
 
 logger = logging.getLogger(__name__)
-Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class ClientLimits:
 
     Attributes:
         clients: attached at once.
-        messages, bytes: sent to one client and not acknowledged; more waits, merged.
+        messages, bytes: in flight to one client; more waits, merged.
         held_bytes: merged output that waits and what is not acknowledged; a client that needs more is dropped.
         calls: utility calls of one client that wait for their answer; more are answered as overloaded.
         absent_ticks, silent_ticks, stalled_ticks: a client is dropped after so many seconds without a connection,
@@ -37,8 +36,8 @@ class ClientLimits:
     """
 
     clients: int = 1000
-    messages: int = 256
-    bytes: int = 32 << 20
+    messages: int = WINDOW_MESSAGES
+    bytes: int = WINDOW_BYTES
     held_bytes: int = 256 << 20
     calls: int = 1000
     absent_ticks: int = 5
@@ -49,23 +48,30 @@ class ClientLimits:
 class ClientStream:
     """Used by the output thread only; bounded by `ClientLimits`.
 
+    Args:
+        queue: gets an Abort of each request whose output cannot travel.
+
     Attributes:
         input: what the client sends.
         connected: whether it is, as far as the last message to it told.
         leaving: it said goodbye.
     """
 
-    def __init__(self, epoch: bytes, limits: ClientLimits, input: ClientInput) -> None:
+    def __init__(
+        self, epoch: bytes, client_id: bytes, limits: ClientLimits, input: ClientInput, queue: Callable[[Abort], object]
+    ) -> None:
         self.input = input
         self.connected = True
         self.leaving = False
-        self._epoch = epoch
+        self._epoch, self._client_id = epoch, client_id
+        self._queue = queue
         self._limits = limits
-        self._outbox = Outbox(limits.messages, limits.bytes)
+        self._outbox = Outbox(epoch, client_id, (limits.messages, limits.bytes))
         self._waiting: list[StepTokens] = []
         self._waiting_bytes = 0
         self._waiting_merged = 0  # how many parts of _waiting the last merge left
         self._load = 0
+        self._lost: set[int] = set()  # ended here, not yet in the engine: what comes of them until then is dropped
         self._silent_ticks = 0
         self._absent_ticks = 0
         self._stalled_ticks = 0
@@ -73,7 +79,7 @@ class ClientStream:
     @property
     def has_output(self) -> bool:
         """Whether something was not transmitted yet."""
-        return bool(self._waiting or self._outbox.peek() is not None)
+        return bool(self._waiting or self._outbox.has_unsent)
 
     @property
     def overflows(self) -> bool:
@@ -84,8 +90,8 @@ class ClientStream:
         self._silent_ticks = 0
         self.connected = True
 
-    def acknowledge(self, seen: int, gap: bool, now: float) -> None:
-        if self._outbox.acknowledge(seen, gap, now):
+    def acknowledge(self, seen: int, gap: bool, attempt: int) -> None:
+        if self._outbox.acknowledge(seen, gap, attempt):
             self._stalled_ticks = 0
 
     def tick(self) -> str:
@@ -106,69 +112,73 @@ class ClientStream:
         self._waiting_bytes += size_of(output)
         self._load = load
         if len(self._waiting) - self._waiting_merged >= MERGE_EVERY:
-            self._waiting = [merge(*group) for group in _groups(self._waiting, size_of, STEP_BYTES)]
+            self._waiting = [merge(*group) for group in _groups(self._waiting)]
             self._waiting_merged = len(self._waiting)
             self._waiting_bytes = sum(map(size_of, self._waiting))
 
-    def put_result(self, result: Result, now: float) -> None:
-        """Queue a utility call's answer, in chunks of CHUNK_BYTES of frames, the value in the last.
+    def put_result(self, result: Result) -> None:
+        """Queue a utility call's answer, beside the output of steps.
 
         Results do not wait for room in the window: they cannot be merged, and calls are bounded where they come in.
         """
         try:
-            if sum(map(_frame_bytes, result.frames)) > MAX_RESULT_BYTES:
-                raise MessageTooLarge(f"the result is larger than {MAX_RESULT_BYTES} bytes: ask for less")
-            *chunks, last = list(_groups(result.frames, _frame_bytes, CHUNK_BYTES)) or [[]]
-            for chunk in chunks:
-                self._append_result(replace(result, last=False, value=None, frames=tuple(chunk)), now)
-            self._append_result(replace(result, frames=tuple(last)), now)
+            frames = encode(result)
         except ProtocolError as fault:
-            logger.exception("the result of call %d cannot travel", result.call)
-            failed = replace(result, error_code=fault.code, error=str(fault), value=None, frames=())
-            self._append_result(failed, now)
+            logger.debug("the result of call %d cannot travel: %s", result.call, fault)  # its caller hears
+            frames = encode(replace(result, error_code=fault.code, error=str(fault), value=None, frames=()))
+        self._outbox.append(frames, lane=1)
 
-    def _append_result(self, result: Result, now: float) -> None:
-        self._outbox.append(encode(replace(result, number=self._outbox.last_number + 1)), now)
-
-    def next_frames(self, now: float) -> Frames | None:
+    def next_frames(self) -> Frames | None:
         """The next message to transmit, encoded when its turn comes; None: nothing, or no room in the window."""
-        if self._outbox.peek() is None and self._waiting and not self._outbox.full:
-            self._append_step(now)
+        if self._waiting and not self._outbox.full:
+            self._append_step()
         return self._outbox.peek()
 
     def advance(self) -> None:
         self._outbox.advance()
 
-    def _append_step(self, now: float) -> None:
-        group = next(_groups(self._waiting, size_of, STEP_BYTES))
+    def _append_step(self) -> None:
+        group = next(_groups(self._waiting))
         del self._waiting[: len(group)]
         self._waiting_merged = max(0, self._waiting_merged - len(group))
         self._waiting_bytes -= sum(map(size_of, group))
-        output = merge(*group)
+        self._append_output(merge(*group))
+
+    def _append_output(self, output: StepTokens) -> None:
+        if self._lost:
+            lost = np.isin(output.handles, list(self._lost))
+            self._lost -= set(output.handles[lost & (output.finish > 0)].tolist())
+            output = rows_of(output, ~lost)
+        rows = len(output.handles)
         try:
-            frames = self._encode_step(output)
-        except ProtocolError as error:  # too large, or a bug: these requests end with the reason, the others go on
-            logger.exception("output of %d requests cannot travel", len(output.handles))
-            frames = self._encode_step(finish_rows(output.handles.tolist(), FinishReason.ERROR, error.code, str(error)))
-        self._outbox.append(frames, now)
+            if rows:
+                self._outbox.append(self._encode(output))
+        except ProtocolError as error:  # too large, or a bug: the request at fault ends with the reason, others go on
+            if rows > 1:
+                first = np.arange(rows) < rows // 2
+                self._append_output(rows_of(output, first))
+                self._append_output(rows_of(output, ~first))
+                return
+            logger.warning("output of a request cannot travel: %s", error)
+            if not output.finish[0]:
+                self._lost.add(int(output.handles[0]))
+                self._queue(Abort(self._epoch, self._client_id, 0, output.handles))
+            ends = finish_rows(output.handles.tolist(), FinishReason.ERROR, error.code, str(error))
+            self._outbox.append(self._encode(ends))
 
-    def _encode_step(self, output: StepTokens) -> Frames:
-        return encode(Step(self._epoch, self._outbox.last_number + 1, output, self._load))
+    def _encode(self, output: StepTokens) -> Frames:
+        return encode(Step(self._epoch, 0, output, self._load))
 
 
-def _frame_bytes(frame: TensorFrame) -> int:
-    return len(frame.buffer)
-
-
-def _groups(parts: Iterable[Part], size: Callable[[Part], int], limit: int) -> Iterator[list[Part]]:
-    """Neighbours whose sizes are at most `limit` together; a larger one stands alone."""
-    group: list[Part] = []
+def _groups(parts: Iterable[StepTokens]) -> Iterator[list[StepTokens]]:
+    """Neighbours of at most STEP_BYTES together; a larger one stands alone."""
+    group: list[StepTokens] = []
     total = 0
     for part in parts:
-        if group and total + size(part) > limit:
+        if group and total + size_of(part) > STEP_BYTES:
             yield group
             group, total = [], 0
         group.append(part)
-        total += size(part)
+        total += size_of(part)
     if group:
         yield group

@@ -10,8 +10,9 @@
     down    _present is _session,       no connection, or no word for 5 s: event Disconnected. ZeroMQ connects again;
             not _up                     the next word of the session is event Reconnected, state up
 
-A broken connection ends no session: what was lost is sent again, in both directions. UNKNOWN (the engine forgot this
-client, or is another life), READY of another life, and `move` lead to `lost`: a new client_id, and new sockets.
+A broken connection ends no session: what was lost is sent again, in both directions (see `delivery`). UNKNOWN (the
+engine forgot this client, or is another life), READY of another life, and `move` lead to `lost`: a new client_id, and
+new sockets.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,25 +27,25 @@ from typing import Any
 import zmq
 
 from wavecore.transport.curve import CurveClient
-from wavecore.transport.errors import EngineDead, MessageTooLarge, Overloaded, ProtocolError
+from wavecore.transport.errors import EngineDead, Overloaded, ProtocolError, WavecoreError
 from wavecore.transport.io.complaints import Complaints
 from wavecore.transport.io.sockets import Monitor, make_socket
 from wavecore.transport.wire.codec import Frames, decode, encode, total_bytes
-from wavecore.transport.wire.delivery import Inbox, Outbox
+from wavecore.transport.wire.delivery import PIECE_BYTES, Inbox, Outbox
 from wavecore.transport.wire.messages import (
-    MAX_RESULT_BYTES,
     Abort,
     Add,
     Bye,
     Dead,
     Heartbeat,
     Hello,
+    Mark,
     Message,
+    Piece,
     Ping,
     Ready,
     Result,
     Step,
-    TensorFrame,
     UnknownClient,
     Utility,
 )
@@ -71,9 +71,9 @@ class Reconnected:
 
 @dataclass(frozen=True, slots=True)
 class ClientFailed:
-    """The client's own IO thread ended on a bug: no event will come any more."""
+    """The client's own IO thread ended, on a bug or for lack of descriptors: no event will come any more."""
 
-    reason: str
+    error: WavecoreError
 
 
 EngineEvent = Ready | Step | Result | Heartbeat | Dead | Disconnected | Reconnected | ClientFailed
@@ -123,13 +123,11 @@ class Connection:
         self._client_id = secrets.token_bytes(16)
         self._present: Session | None = None  # the one on these sockets; for the IO thread
         self._inbox = Inbox()
-        self._partial: dict[int, list[TensorFrame]] = {}  # chunks of results by call
         self._up = False
         self._silent_ticks = 0
-        input_address, output_address = self._addresses
-        self.push = make_socket(self._context, zmq.PUSH, input_address, curve=self._curve)
+        self.push: zmq.Socket[bytes] | None = None  # from READY on: who is refused shall cost the engine little
         self.dealer = make_socket(
-            self._context, zmq.DEALER, output_address, identity=self._client_id, curve=self._curve
+            self._context, zmq.DEALER, self._addresses[1], identity=self._client_id, curve=self._curve
         )
         self._monitor = Monitor(self.dealer)
         self._poller.register(self.dealer, zmq.POLLIN)
@@ -138,12 +136,12 @@ class Connection:
     def close(self, linger_ms: int = 0) -> None:
         """Give the sockets back. With time to linger the engine hears that the client left on purpose."""
         if linger_ms and self._up and self._present is not None:
-            _send(self.dealer, encode(Bye(self._present.epoch, self._present.outbox.last_number)))
-        for socket in (self.push, self.dealer, self._monitor.channel):
-            self._poller.register(socket, 0)
+            _send(self.dealer, encode(Bye(self._present.epoch, self._present.outbox.sent)))
+        self._poller.register(self._monitor.channel, 0)
         self._monitor.close()
-        self.push.close(linger_ms)
-        self.dealer.close(linger_ms)
+        for socket in filter(None, (self.push, self.dealer)):
+            self._poller.register(socket, 0)
+            socket.close(linger_ms)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 
@@ -159,15 +157,18 @@ class Connection:
             if session is None:
                 raise EngineDead(f"the engine at {self._addresses[0]} has not answered yet: wait for it to be ready")
             outbox = session.outbox
-            if outbox.full and not isinstance(message, Abort):  # an abort is small, and makes room
+            frames = encode(replace(message, epoch=session.epoch, client_id=session.client_id, number=0))
+            if isinstance(message, Abort):  # small, and makes room
+                outbox.withdraw(set(message.handles.tolist()))
+            elif len(outbox) >= MAX_UNACKNOWLEDGED or outbox.bytes >= MAX_UNACKNOWLEDGED_BYTES:
                 raise Overloaded(
                     f"{len(outbox)} messages ({outbox.bytes} bytes) wait for the engine's acknowledgement: "
                     "send again when it has caught up"
                 )
-            frames = encode(
-                replace(message, epoch=session.epoch, client_id=session.client_id, number=outbox.last_number + 1)
-            )
-            outbox.append(frames, time.monotonic())
+            if isinstance(message, Add):
+                outbox.append(frames, int(total_bytes(frames) > PIECE_BYTES), message.handle)
+            else:
+                outbox.append(frames)
             return session.client_id
 
     # --- the IO thread ------------------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class Connection:
     @property
     def flushed(self) -> bool:
         with self._lock:
-            return self._present is None or self._present.outbox.peek() is None
+            return self._present is None or not self._present.outbox.has_unsent
 
     def turn(self, ready: Mapping[Any, int]) -> None:
         """One turn of the thread: `ready` are the sockets that have something."""
@@ -188,7 +189,7 @@ class Connection:
     def _transmit(self) -> None:
         """Hand what is queued to the PUSH, as far as it takes it."""
         session = self._present
-        if session is None:
+        if session is None or self.push is None:
             return
         with self._lock:
             while (frames := session.outbox.peek()) is not None and _send(self.push, frames):
@@ -235,16 +236,16 @@ class Connection:
         if session is None:
             _send(self.dealer, self._hello)
             return
-        if new_connection:
+        if new_connection:  # perhaps the PUSH's is new, too
             with self._lock:
-                session.outbox.rewind(time.monotonic())
+                session.outbox.probe()
             self._transmit()
         self._ping(again=new_connection)
 
     def _ping(self, again: bool = False) -> None:
         if self._present is not None:
-            seen, gap = self._inbox.report()
-            _send(self.dealer, encode(Ping(self._present.epoch, seen, gap or again)))
+            seen, gap, attempt = self._inbox.report()
+            _send(self.dealer, encode(Ping(self._present.epoch, seen, gap or again, attempt)))
 
     def _handle(self, message: Message, size: int) -> bool:
         if isinstance(message, UnknownClient):
@@ -262,12 +263,14 @@ class Connection:
         if not self._up:
             self._up = True
             self._emit(Reconnected())
-        if isinstance(message, Step | Result):
+        if isinstance(message, Step | Result | Piece):
             if self._inbox.accept(message.number, size):
                 self._deliver(message)
+        elif isinstance(message, Mark):
+            self._inbox.mark(message.sent, message.attempt)
         elif isinstance(message, Heartbeat):
             with self._lock:
-                session.outbox.acknowledge(message.seen, message.gap, time.monotonic())
+                session.outbox.acknowledge(message.seen, message.gap, message.attempt)
             self._transmit()
             self._emit(message)
         elif isinstance(message, Dead):
@@ -281,9 +284,8 @@ class Connection:
             # A HELLO that was sent twice is answered twice; another epoch means the engine restarted in between.
             return self._present.epoch != ready.epoch and self._reopen()
         with self._lock:
-            self._present = self._session = Session(
-                self._client_id, ready.epoch, Outbox(MAX_UNACKNOWLEDGED, MAX_UNACKNOWLEDGED_BYTES)
-            )
+            self._present = self._session = Session(self._client_id, ready.epoch, Outbox(ready.epoch, self._client_id))
+        self.push = make_socket(self._context, zmq.PUSH, self._addresses[0], curve=self._curve)
         self._up = True
         self._silent_ticks = 0
         self._emit(ready)
@@ -305,25 +307,15 @@ class Connection:
             self._up = False
             self._emit(Disconnected(reason))
 
-    def _deliver(self, message: Step | Result) -> None:
-        if isinstance(message, Step):
-            self._emit(message)
-            return
-        frames = self._partial.setdefault(message.call, [])
-        if _size(frames) <= MAX_RESULT_BYTES:
-            frames.extend(message.frames)
-        if not message.last:
-            return
-        del self._partial[message.call]
-        if _size(frames) > MAX_RESULT_BYTES:
-            text = f"the result of call {message.call} is larger than {MAX_RESULT_BYTES} bytes"
-            message = replace(message, value=None, error_code=MessageTooLarge.code, error=text)
-            frames = []
-        self._emit(replace(message, frames=tuple(frames)))
-
-
-def _size(frames: list[TensorFrame]) -> int:
-    return sum(len(frame.buffer) for frame in frames)
+    def _deliver(self, message: Step | Result | Piece) -> None:
+        if isinstance(message, Piece):
+            if (frames := self._inbox.join(message)) is None:
+                return
+            whole = decode(frames)
+            if not isinstance(whole, Step | Result) or whole.epoch != message.epoch:
+                raise ProtocolError(f"{type(whole).__name__} in pieces from an engine")
+            message = whole
+        self._emit(message)
 
 
 def _send(socket: zmq.Socket[bytes], frames: Frames) -> bool:

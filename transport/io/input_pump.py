@@ -9,7 +9,7 @@ behind an ADD. The one thing it may wait for is the output thread, when 1,000 ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -21,8 +21,8 @@ from wavecore.transport.io.authenticator import BoundSocket
 from wavecore.transport.io.complaints import Complaints
 from wavecore.transport.io.io_thread import IoThread
 from wavecore.transport.io.sessions import ClientInput, Sessions
-from wavecore.transport.wire.codec import decode, total_bytes
-from wavecore.transport.wire.messages import Abort, Add, FinishReason, StepTokens, Utility
+from wavecore.transport.wire.codec import Buffer, decode, total_bytes
+from wavecore.transport.wire.messages import Abort, Add, FinishReason, Mark, Piece, StepTokens, Utility
 from wavecore.transport.wire.step_tokens import finish_rows
 
 MAX_QUEUED = 10_000  # items that wait for the main loop
@@ -38,7 +38,7 @@ class Answers(Protocol):
     def sessions(self) -> Sessions: ...
     def put(self, outputs: Mapping[bytes, StepTokens]) -> None: ...
     def put_result(self, client_id: bytes, call: int, *, error: WavecoreError) -> None: ...
-    def report_received(self, client_id: bytes, seen: int, gap: bool) -> None: ...
+    def report_received(self, client_id: bytes, seen: int, gap: bool, attempt: int) -> None: ...
 
 
 class InputPump(IoThread):
@@ -87,34 +87,55 @@ class InputPump(IoThread):
                 frames = [frame.buffer for frame in self._pull.recv_multipart(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
                 return
-            try:
-                message = decode(frames)
-                if not isinstance(message, Add | Abort | Utility):
-                    raise ProtocolError(f"{type(message).__name__} on the input socket")
-                client = self._take(message.client_id, message.epoch, message.number, total_bytes(frames))
-                if client is not None:
-                    self._queue(message, client)
-            except ProtocolError as error:
-                self._complaints.add("bad frame on the input socket", error)
-                self._answer(error, total_bytes(frames))
+            self._receive(frames)
 
-    def _take(self, client_id: bytes, epoch: bytes, number: int, size: int) -> ClientInput | None:
-        """The sender, if it is known and this is its next message, which then counts as received."""
+    def _receive(self, frames: Sequence[Buffer], joined: ClientInput | None = None) -> None:
+        """Handle a message; `joined` is who sent it in pieces, which count as received."""
+        size = total_bytes(frames)
+        try:
+            message = decode(frames)
+            if isinstance(message, Mark) and joined is None:
+                if (client := self._find(message.client_id, message.epoch)) is not None:
+                    client.inbox.mark(message.sent, message.attempt)
+                    self._report(message.client_id, client)
+            elif not isinstance(message, Add | Abort | Utility | Piece) or (isinstance(message, Piece) and joined):
+                raise ProtocolError(f"{type(message).__name__} on the input socket")
+            elif (client := self._take(message.client_id, message.epoch, message.number, size, joined)) is None:
+                return
+            elif not isinstance(message, Piece):
+                self._queue(message, client)
+            elif (whole := client.inbox.join(message)) is not None:
+                self._receive(whole, client)
+        except ProtocolError as error:
+            self._complaints.add("bad frame on the input socket", error)
+            self._answer(error, size, joined)
+
+    def _find(self, client_id: bytes, epoch: bytes) -> ClientInput | None:
         client = self._output.sessions.find(client_id, epoch)
         if client is None:
-            # Normal after a restart: a peer sends its whole window again before it hears that this is another life.
+            # Normal after a restart: a peer sends what it has in flight before it hears that this is another life.
             self._complaints.add("message of another life or of an unknown client", client_id.hex(), logging.DEBUG)
-            return None
+        return client
+
+    def _take(
+        self, client_id: bytes, epoch: bytes, number: int, size: int, joined: ClientInput | None
+    ) -> ClientInput | None:
+        """The sender, if it is known and this is its next message, which then counts as received."""
+        client = self._find(client_id, epoch)
+        if client is None or joined is not None:
+            return client if client is joined else None
         if self._input_queue.qsize() >= MAX_QUEUED:
             # Not received: the sender keeps it and sends it again. Admission and the bound on calls keep ordinary
             # clients far from here.
             self._complaints.add("the main loop lags behind its input", f"{MAX_QUEUED} items wait")
             return None
-        inbox = client.inbox
-        accepted = inbox.accept(number, size)
-        if inbox.report_due:
-            self._output.report_received(client_id, *inbox.report())
+        accepted = client.inbox.accept(number, size)
+        self._report(client_id, client)
         return client if accepted else None
+
+    def _report(self, client_id: bytes, client: ClientInput) -> None:
+        if client.inbox.report_due:
+            self._output.report_received(client_id, *client.inbox.report())
 
     def _queue(self, message: Add | Abort | Utility, client: ClientInput) -> None:
         if isinstance(message, Add):
@@ -138,13 +159,13 @@ class InputPump(IoThread):
         handles = [(handle + i) & 0xFFFFFFFF for i in range(count)]
         self._output.put({client_id: finish_rows(handles, FinishReason.ERROR, error.code, str(error))})
 
-    def _answer(self, error: ProtocolError, size: int) -> None:
+    def _answer(self, error: ProtocolError, size: int, joined: ClientInput | None) -> None:
         """A frame of a known client that went wrong after its head: it counts as received, and its sender hears."""
         cls, values = error.partial or (None, {})
-        if cls not in (Add, Abort, Utility) or "number" not in values:
+        if cls not in (Add, Abort, Utility, Piece) or "number" not in values:
             return
         client_id = values["client_id"]
-        client = self._take(client_id, values["epoch"], values["number"], size)
+        client = self._take(client_id, values["epoch"], values["number"], size, joined)
         if client is None:
             return
         if cls is Add and "handle" in values:

@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from wavecore.transport.headroom import start_thread
 from wavecore.transport.waker import Waker
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,12 @@ class IoThread:
         return self._thread.native_id or 0
 
     def start(self) -> None:
-        self._thread.start()
+        """Start the thread; where the system gives none, a ResourceError, and what this owns is given back."""
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            self._release()
+            raise
 
     def stop(self) -> None:
         """Ask the thread to end, without waiting for it."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -25,6 +24,7 @@ import zmq
 
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import Overloaded, ProtocolError, WavecoreError
+from wavecore.transport.headroom import descriptors
 from wavecore.transport.io.authenticator import BoundSocket
 from wavecore.transport.io.client_stream import ClientLimits, ClientStream
 from wavecore.transport.io.complaints import Complaints
@@ -48,6 +48,7 @@ from wavecore.transport.wire.messages import (
 FLUSH_SECONDS = 2.0
 MAX_LAST_WORDS = 65_536  # characters; of a longer traceback the end counts
 MAX_CALLS = 1000  # outputs handed over and not looked at: a main loop that outruns this thread waits for it
+KEPT_DESCRIPTORS = 256  # free ones, for clients that are refused and for files; a quarter of a small limit
 BATCH = 1000  # messages received before the outputs get their turn
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class OutputPump(IoThread):
         epoch: 16 random bytes that name this life of the engine.
         resolved: told to every client in READY.
         load: known tokens of all requests; asked at every heartbeat, in this thread.
-        input_queue: gets ClientGone and IoThreadFailed.
+        input_queue: gets ClientGone and IoThreadFailed, and an Abort of requests whose output cannot travel.
         curve: keys, for tcp.
 
     Attributes:
@@ -131,7 +132,7 @@ class OutputPump(IoThread):
     ) -> None:
         """Answer a utility call."""
         code, text = (error.code, _sendable(str(error))) if error else ("", "")
-        result = Result(self._epoch, 0, call, True, code, text, value, tuple(frames))
+        result = Result(self._epoch, 0, call, code, text, value, tuple(frames))
         self._call_soon(lambda: self._put_result(client_id, result))
 
     def put_dead(self, code: str, message: str, phase: str, rank: int, traceback: str) -> None:
@@ -139,9 +140,9 @@ class OutputPump(IoThread):
         frames = encode(Dead(self._epoch, code, _sendable(message), phase, rank, _sendable(traceback)))
         self._call_soon(lambda: self._broadcast(frames))
 
-    def report_received(self, client_id: bytes, seen: int, gap: bool) -> None:
+    def report_received(self, client_id: bytes, seen: int, gap: bool, attempt: int) -> None:
         """Tell a client now, not at the next heartbeat, how far its messages were received."""
-        self._call_soon(lambda: self._heartbeat(client_id, seen, gap))
+        self._call_soon(lambda: self._heartbeat(client_id, seen, gap, attempt))
 
     def stop(self) -> None:
         """End once everything left, at most 2 s later."""
@@ -158,7 +159,7 @@ class OutputPump(IoThread):
     def _tick(self) -> None:
         self._bound.repair()
         for client_id, stream in list(self._streams.items()):
-            self._heartbeat(client_id, stream.input.inbox.seen, gap=False)
+            self._heartbeat(client_id, stream.input.inbox.seen)
             if stream.leaving:
                 self._drop(client_id, "")
             elif reason := stream.tick():
@@ -198,12 +199,20 @@ class OutputPump(IoThread):
 
     def _hello(self, client_id: bytes) -> None:
         if client_id not in self._streams:
-            if len(self._streams) >= self._limits.clients:
-                text = f"{len(self._streams)} clients are attached, no more are taken: close some or start more engines"
+            # libzmq ends the process when a connection finds no descriptor. Each takes two, one until it is taken here.
+            free, limit = descriptors()
+            if len(self._streams) >= self._limits.clients or free < min(KEPT_DESCRIPTORS, limit // 4):
+                count, most = len(self._streams), self._limits.clients
+                text = (
+                    f"{count} clients are attached, no more are taken (at most {most}, and {free} of the engine's "
+                    f"{limit} file descriptors are free): close some, start more engines, or "
+                    "raise the hard limit (`ulimit -Hn`) where the engine is started"
+                )
                 self._complaints.add("too many clients", text)
                 self._send(client_id, encode(Dead(self._epoch, Overloaded.code, text, "connect", 0, "")))
                 return
-            self._streams[client_id] = ClientStream(self._epoch, self._limits, self.sessions.add(client_id))
+            client = self.sessions.add(client_id)
+            self._streams[client_id] = ClientStream(self._epoch, client_id, self._limits, client, self._input_queue.put)
         self._streams[client_id].heard()
         self._send(client_id, self._ready)
 
@@ -214,7 +223,7 @@ class OutputPump(IoThread):
             return
         stream.heard()
         self._dirty.add(client_id)
-        stream.acknowledge(ping.seen, ping.gap, time.monotonic())
+        stream.acknowledge(ping.seen, ping.gap, ping.attempt)
 
     def _bye(self, client_id: bytes, bye: Bye) -> None:
         stream = self._streams.get(client_id)
@@ -237,7 +246,7 @@ class OutputPump(IoThread):
     def _put_result(self, client_id: bytes, result: Result) -> None:
         stream = self._streams.get(client_id)
         if stream is not None:
-            stream.put_result(result, time.monotonic())
+            stream.put_result(result)
             stream.input.answered += 1
             self._mark(client_id, stream)
 
@@ -261,14 +270,14 @@ class OutputPump(IoThread):
         for client_id in self._streams:
             self._send(client_id, frames)
 
-    def _heartbeat(self, client_id: bytes, seen: int, gap: bool) -> None:
+    def _heartbeat(self, client_id: bytes, seen: int, gap: bool = False, attempt: int = 0) -> None:
         if client_id in self._streams:
-            self._send(client_id, encode(Heartbeat(self._epoch, seen, self._load(), gap)))
+            self._send(client_id, encode(Heartbeat(self._epoch, seen, self._load(), gap, attempt)))
 
     def _flush(self) -> None:
         for client_id in self._dirty:
             stream = self._streams[client_id]
-            while (frames := stream.next_frames(time.monotonic())) is not None and self._send(client_id, frames):
+            while (frames := stream.next_frames()) is not None and self._send(client_id, frames):
                 stream.advance()  # where that ends early, the client's next Ping tries again
         self._dirty.clear()
 

@@ -11,7 +11,8 @@ from zmq.utils.monitor import recv_monitor_message
 from wavecore.transport.addresses import parse_address
 from wavecore.transport.curve import CurveClient, CurveServer
 from wavecore.transport.errors import RESOURCE_ERRNOS, ConfigError, ResourceError, StartError
-from wavecore.transport.wire.codec import MAX_FRAME_BYTES
+from wavecore.transport.headroom import check_headroom
+from wavecore.transport.wire.codec import MAX_PACKET_BYTES
 
 HIGH_WATER_MARK = 1000
 LINGER_MS = 2000
@@ -34,7 +35,11 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
     """A private context, so that ending it cannot wait for sockets of anyone else in the process.
 
     One io thread moves several GB/s; MAX_SOCKETS stays at 1023, far above what one process opens.
+
+    Raises:
+        ResourceError: too few descriptors or threads for it, its owner's thread and some sockets.
     """
+    check_headroom("a connection", 20, 3)
     return zmq.Context(io_threads=1)
 
 
@@ -54,6 +59,7 @@ def make_socket(
         StartError: the address cannot be bound for another reason.
     """
     address_kind = "inproc" if address == ZAP_ENDPOINT else check_address(address, curve)
+    check_headroom(f"a socket for {address}", 4, 0)
     socket = context.socket(kind)
     try:
         _bound(socket)
@@ -93,7 +99,7 @@ def _bound(socket: zmq.Socket[bytes]) -> None:
     """Options that every socket has: nothing in libzmq may grow, block or linger without a limit."""
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)  # a stopped peer costs at most this many messages
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # default: unlimited
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PACKET_BYTES)  # default: unlimited
     socket.setsockopt(zmq.LINGER, LINGER_MS)  # last words leave, but an absent peer cannot hold up an exit for ever
     socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)  # a half-open connection gives its descriptor back
     socket.setsockopt(zmq.RECONNECT_IVL, 100)  # a restarted engine is found soon,

@@ -29,6 +29,7 @@ from typing import Self
 from wavecore.transport import curve, forks
 from wavecore.transport.addresses import check_interface
 from wavecore.transport.errors import EngineDead, ResourceError, StartError, WavecoreError, as_wavecore_error
+from wavecore.transport.headroom import check_headroom
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Deployment
 from wavecore.transport.processes.engine_process import EngineProcess, Limits, socket_name
@@ -109,6 +110,7 @@ class Supervisor:
         """
         if self._thread is not None:
             raise StartError("this supervisor was started before; make a new one")
+        check_headroom("an engine's supervisor", 24, 3)
         sockets = [socket_name(index, end) for index in range(len(self._specs)) for end in ("in", "out")]
         keys = ["keys", *(f"keys/{name}" for name in (*curve.KEY_FILES, curve.ALLOW_LIST))]
         self._dir = RuntimeDir(

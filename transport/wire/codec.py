@@ -1,6 +1,7 @@
 """Messages to frames and back. Checks everything, keeps no state, so any thread may use it at any time.
 
-    frame 0        msgpack [PROTOCOL_VERSION, kind, field, ...]
+    frame 0        msgpack [PROTOCOL_VERSION, kind, field, ...]; in kinds with a `number` that is the first field, as 8
+                   bytes, so that it can be written in when the message leaves (`numbered`)
     frame 1..n     one tensor each, of 64 KiB or more, never copied on either side
     last frame     all smaller tensors, back to back (only if there are any); copied on arrival, so they are aligned
 
@@ -13,6 +14,7 @@ code or a type to import.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
@@ -38,14 +40,21 @@ from wavecore.transport.wire.tensors import (
 Buffer = bytes | memoryview
 Frames = list[Buffer]
 
-MAX_FRAME_BYTES = 104_857_600  # also ZMQ_MAXMSGSIZE: an over-size frame would cut the connection without a word
-MAX_MESSAGE_BYTES = 2 * MAX_FRAME_BYTES  # ZMQ bounds a frame only
-MAX_MAIN_BYTES = 4 << 20  # msgpack can blow up 64-fold in memory (empty lists), so the structured part stays small
+MAX_FRAME_BYTES = 104_857_600
+MAX_MESSAGE_BYTES = 2 * MAX_FRAME_BYTES
+MAX_PACKET_BYTES = 1 << 20  # of what a socket carries as one frame (ZMQ_MAXMSGSIZE); what is larger leaves in pieces
+# msgpack blows up in memory, empty lists 64-fold: the structured part is bounded by kind, and so are its containers.
+MAIN_BYTES = {
+    **dict.fromkeys((messages.Step, messages.Result), 4 << 20),
+    **dict.fromkeys((messages.Add, messages.Abort, messages.Ready, messages.Dead), 1 << 20),
+}
+OTHER_MAIN_BYTES = 64 << 10
+BYTES_A_CONTAINER = 32  # of the structured part, at least, on average
 MAX_FRAMES = 2 + MAX_MESSAGE_BYTES // ZERO_COPY_BYTES
 MAX_ITEMS = 1 << 17  # of one array or map
-MAX_TENSORS = 1 << 16
 MAX_DIM = 1 << 40
 MAX_COUNT = (1 << 64) - 1
+MAX_NUMBER = (1 << 63) - 1
 
 
 def encode(message: messages.Message) -> Frames:
@@ -57,15 +66,15 @@ def encode(message: messages.Message) -> Frames:
     """
     cls = type(message)
     tensors = TensorWriter()
-    row: list[Any] = [messages.PROTOCOL_VERSION, _NUMBERS[cls]]
+    row: list[Any] = [messages.PROTOCOL_VERSION, _CODES[cls]]
     for name, kind in FIELDS[cls].items():
         try:
             row.append(kind.write(getattr(message, name), tensors))
         except ProtocolError as error:
             raise type(error)(f"{cls.__name__}.{name}: {error}") from None
     frames: Frames = [msgpack.packb(row), *tensors.frames()]
-    if len(frames[0]) > MAX_MAIN_BYTES:
-        raise MessageTooLarge(f"{cls.__name__}: {len(frames[0])} bytes outside of tensors, {MAX_MAIN_BYTES} at most")
+    if len(frames[0]) > (most := MAIN_BYTES.get(cls, OTHER_MAIN_BYTES)):
+        raise MessageTooLarge(f"{cls.__name__}: {len(frames[0])} bytes outside of tensors, {most} at most")
     largest = max(map(len, frames))
     if largest > MAX_FRAME_BYTES or total_bytes(frames) > MAX_MESSAGE_BYTES or len(frames) > MAX_FRAMES:
         raise MessageTooLarge(
@@ -83,17 +92,18 @@ def decode(frames: Sequence[Buffer]) -> messages.Message:
     """
     if not frames or len(frames) > MAX_FRAMES or total_bytes(frames) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {len(frames)} frames, {total_bytes(frames)} bytes")
-    row = _unpack(frames[0])
-    if not isinstance(row, list) or len(row) < 2:
+    main = frames[0]
+    if len(main) < 3 or main[0] & 0xF0 != 0x90:  # an array of at most 15 fields
         raise ProtocolError("the first frame is not a message")
-    if type(row[0]) is not int or row[0] != messages.PROTOCOL_VERSION:
+    if main[1] != messages.PROTOCOL_VERSION:
         raise ProtocolError(
-            f"peer speaks protocol {row[0]!r:.20}, this version {messages.PROTOCOL_VERSION}: use the same version of "
+            f"peer speaks protocol {main[1]}, this version {messages.PROTOCOL_VERSION}: use the same version of "
             "wavecore on both sides"
         )
-    if type(row[1]) is not int or not 1 <= row[1] <= len(_CLASSES):
-        raise ProtocolError(f"unknown kind of message {row[1]!r:.20}")
-    cls = _CLASSES[row[1] - 1]
+    if not 1 <= main[2] <= len(_CLASSES):
+        raise ProtocolError(f"unknown kind of message {main[2]}")
+    cls = _CLASSES[main[2] - 1]
+    row = _unpack(main, MAIN_BYTES.get(cls, OTHER_MAIN_BYTES))
     kinds = FIELDS[cls]
     if not _REQUIRED[cls] <= len(row) - 2 <= len(kinds):
         raise ProtocolError(f"{cls.__name__} with {len(row) - 2} fields, it has {len(kinds)}")
@@ -112,24 +122,40 @@ def decode(frames: Sequence[Buffer]) -> messages.Message:
     return message
 
 
+def numbered(frames: Frames, number: int) -> Frames:
+    """The same message of a numbered kind under another number."""
+    head = bytes(frames[0])
+    return [head[: _NUMBER_AT.start] + _write_number(number) + head[_NUMBER_AT.stop :], *frames[1:]]
+
+
 def total_bytes(frames: Sequence[Buffer]) -> int:
     return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)
 
 
-def _unpack(frame: Buffer) -> Any:
-    if len(frame) > MAX_MAIN_BYTES:
-        raise ProtocolError(f"first frame of {len(frame)} bytes, {MAX_MAIN_BYTES} at most")
+def _unpack(frame: Buffer, most: int) -> list[Any]:
+    if len(frame) > most:
+        raise ProtocolError(f"first frame of {len(frame)} bytes, {most} at most")
+    made = itertools.count(1)
+
+    def counted(container: Any) -> Any:
+        if next(made) * BYTES_A_CONTAINER > most:
+            raise ValueError("too many lists and maps")
+        return container
+
     try:
-        return msgpack.unpackb(
+        row: list[Any] = msgpack.unpackb(
             frame,
             strict_map_key=False,  # extras are keyed by index; `check_step_tokens` checks every key
+            list_hook=counted,
+            object_hook=counted,
             ext_hook=_refuse_ext,
             max_ext_len=0,
-            max_array_len=MAX_ITEMS,
-            max_map_len=MAX_ITEMS,
+            max_array_len=min(MAX_ITEMS, len(frame)),
+            max_map_len=min(MAX_ITEMS, len(frame)),
         )
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the first frame is not msgpack: {type(error).__name__} {error!s:.80}") from None
+    return row
 
 
 def _refuse_ext(code: int, data: bytes) -> Any:
@@ -192,8 +218,8 @@ def _write_tensors(value: tuple[TensorFrame, ...], tensors: TensorWriter) -> lis
 
 
 def _read_tensors(raw: Any, tensors: TensorReader) -> tuple[TensorFrame, ...]:
-    if type(raw) is not list or len(raw) > MAX_TENSORS:
-        raise ProtocolError(f"must be a list of at most {MAX_TENSORS} tensors")
+    if type(raw) is not list:
+        raise ProtocolError("must be a list of tensors")
     return tuple(_read_tensor(item, tensors) for item in raw)
 
 
@@ -224,6 +250,16 @@ def _read_step_tokens(raw: Any, tensors: TensorReader) -> StepTokens:
     return output
 
 
+def _write_number(value: Any) -> bytes:
+    return ON_WIRE.whole("", value, 0, MAX_NUMBER).to_bytes(8, "little")
+
+
+def _read_number(raw: Any) -> int:
+    if type(raw) is not bytes or len(raw) != 8:
+        raise ProtocolError("must be 8 bytes")
+    return ON_WIRE.whole("", int.from_bytes(raw, "little"), 0, MAX_NUMBER)
+
+
 _U32 = np.dtype("<u4")
 _COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
     "handles": _U32,
@@ -235,17 +271,21 @@ _COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
 # A field means the same in every message that has it.
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("epoch", "client_id"), _scalar(bytes16)),
-    **dict.fromkeys(("number", "sent", "seen"), _whole(0, (1 << 63) - 1)),
+    **dict.fromkeys(("sent", "seen", "attempt"), _whole(0, MAX_NUMBER)),
     **dict.fromkeys(("call", "engine", "load"), _whole(0, MAX_COUNT)),
     **dict.fromkeys(
         ("version", "method", "error_code", "error", "code", "message", "phase", "traceback"), _scalar(text)
     ),
-    **dict.fromkeys(("gap", "last"), _scalar(partial(ON_WIRE.flag, ""))),
+    "gap": _scalar(partial(ON_WIRE.flag, "")),
     **dict.fromkeys(("params", "options", "args", "resolved"), _scalar(table)),
     "handle": _whole(0, (1 << 32) - 1),
-    "handles": Kind(lambda value, _: _write_array(value, _U32), lambda raw, _: _read_array(raw, _U32)),
+    **dict.fromkeys(
+        ("handles", "sizes"), Kind(lambda value, _: _write_array(value, _U32), lambda raw, _: _read_array(raw, _U32))
+    ),
     "rank": _whole(-1, 1 << 20),
-    "prompt": Kind(_write_tensor, _read_tensor),
+    "lane": _whole(0, 1),
+    "number": Kind(lambda value, _: _write_number(value), lambda raw, _: _read_number(raw)),
+    **dict.fromkeys(("prompt", "data"), Kind(_write_tensor, _read_tensor)),
     "prompt_embeds": Kind(
         lambda value, tensors: None if value is None else _write_tensor(value, tensors),
         lambda raw, tensors: None if raw is None else _read_tensor(raw, tensors),
@@ -255,9 +295,15 @@ KINDS: dict[str, Kind] = {
     "value": _scalar(plain),
 }
 # Message n on the wire is the n-th of the union, from 1. Fields come in the order of the dataclass: new ones last.
-FIELDS = {cls: {field.name: KINDS[field.name] for field in fields(cls)} for cls in get_args(messages.Message)}
+FIELDS = {
+    cls: {
+        name: KINDS[name] for name in sorted((field.name for field in fields(cls)), key=lambda name: name != "number")
+    }
+    for cls in get_args(messages.Message)
+}
 _CLASSES = tuple(FIELDS)
-_NUMBERS = {cls: number for number, cls in enumerate(_CLASSES, start=1)}
+_CODES = {cls: code for code, cls in enumerate(_CLASSES, start=1)}
+_NUMBER_AT = slice(5, 13)  # behind a byte each for the array, the version and the kind, and two for the bytes' length
 _REQUIRED = {
     cls: sum(field.default is MISSING and field.default_factory is MISSING for field in fields(cls)) for cls in _CLASSES
 }

@@ -1,11 +1,13 @@
 """Every message between processes: a closed set of frozen dataclasses.
 
-On the wire a message is one msgpack array `[PROTOCOL_VERSION, kind, field, ...]` (fields in the order below, new
-fields last with defaults) followed by the raw frames of its tensors. `codec` turns messages into frames and back.
+On the wire a message is one msgpack array `[PROTOCOL_VERSION, kind, field, ...]` (fields in the order below, but
+`number` first; new fields last with defaults) followed by the raw frames of its tensors. `codec` turns messages into
+frames and back.
 
-Delivery. Each direction of a client's connection to an engine is a numbered stream: kinds marked (numbered) carry
-`number`, counted from 1, and are repeated until the peer acknowledges them (`seen`, cumulative). `epoch` names one life
-of an engine; a message of another epoch is dropped.
+Delivery (see `delivery`). Each direction of a client's connection to an engine is a numbered stream: kinds marked
+(numbered) carry `number`, counted from 1 and given when they leave, and are kept until the peer acknowledges them
+(`seen`, cumulative). A large one leaves as Pieces, which carry the numbers instead. `epoch` names one life of an
+engine; a message of another epoch is dropped.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL_VERSION = 1
-MAX_RESULT_BYTES = 128 << 20  # of all frames of a Result; the engine refuses to send more, the client to keep more
+PROTOCOL_VERSION = 2
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -49,6 +50,41 @@ class TensorFrame:
     dtype: str
     shape: tuple[int, ...]
     buffer: bytes | memoryview
+
+
+# --- both ways, on the socket of the numbered stream ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """(numbered) Bytes of a message that is too large to leave at once; other messages go between its pieces.
+
+    Attributes:
+        lane: 0 or 1: the queue that the message waited in; of each lane one message is under way.
+        sizes: in the first piece of a message, the bytes of each of its frames; else empty.
+        data: uint8 [n], the next bytes of a frame. Without bytes and sizes: the rest of the message does not come.
+    """
+
+    epoch: bytes
+    client_id: bytes
+    number: int
+    lane: int
+    sizes: U32
+    data: TensorFrame
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """All up to number `sent` went out ahead of this: what is not there by now is lost, and the answer says so.
+
+    Attributes:
+        attempt: how often the sender has sent its unacknowledged messages again. A new attempt begins with a Mark.
+    """
+
+    epoch: bytes
+    client_id: bytes
+    sent: int
+    attempt: int
 
 
 # --- client to engine, over PUSH -> PULL ---------------------------------------------------------------------------
@@ -115,12 +151,13 @@ class Hello:
 class Ping:
     """Every second, and after every few messages: `seen` = highest number received in order.
 
-    `gap` asks for everything after `seen` again, at once.
+    `gap` asks for everything after `seen` again: it was lost in this `attempt` of the sender (see Mark).
     """
 
     epoch: bytes
     seen: int
     gap: bool = False
+    attempt: int = 0
 
 
 # --- engine to client, over ROUTER -> DEALER ------------------------------------------------------------------------
@@ -174,12 +211,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """(numbered) Answer to a Utility call, or one chunk of it: `frames` of all chunks joined in order, value last."""
+    """(numbered) Answer to a Utility call."""
 
     epoch: bytes
     number: int
     call: int
-    last: bool
     error_code: str
     error: str
     value: Any = None
@@ -188,12 +224,13 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Every second, and after every few messages: `seen` and `gap` as in Ping, `load` as in Step."""
+    """Every second, and after every few messages: `seen`, `gap` and `attempt` as in Ping, `load` as in Step."""
 
     epoch: bytes
     seen: int
     load: int
     gap: bool = False
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,4 +264,6 @@ class Bye:
     sent: int
 
 
-Message = Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | UnknownClient | Dead | Bye
+Message = (
+    Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | UnknownClient | Dead | Bye | Piece | Mark
+)

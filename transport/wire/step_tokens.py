@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from wavecore.transport.errors import ProtocolError
 from wavecore.transport.wire.checks import table
-from wavecore.transport.wire.messages import FinishReason, StepTokens
+from wavecore.transport.wire.messages import FinishReason, StepTokens, TensorFrame
 
 _LAST_REASON = max(FinishReason)
 FRAME_LISTS = ("logprobs", "prompt_logprobs", "pooled")  # extras that are positions in StepTokens.frames
@@ -55,6 +56,20 @@ def size_of(output: StepTokens) -> int:
     """About how many bytes it holds."""
     arrays = output.handles.nbytes + output.counts.nbytes + output.tokens.nbytes + output.finish.nbytes
     return arrays + sum(len(frame.buffer) for frame in output.frames) + 64 * len(output.extras)
+
+
+def rows_of(output: StepTokens, keep: npt.NDArray[np.bool_]) -> StepTokens:
+    """What it says of the rows that `keep` marks."""
+    extras: dict[int, dict[str, Any]] = {}
+    frames: list[TensorFrame] = []
+    for place, index in enumerate(np.flatnonzero(keep).tolist()):
+        if index in output.extras:
+            extra = extras[place] = dict(output.extras[index])
+            for name in extra.keys() & FRAME_LISTS:
+                positions, extra[name] = extra[name], [len(frames) + i for i in range(len(extra[name]))]
+                frames += [output.frames[position] for position in positions]
+    tokens = output.tokens[np.repeat(keep, output.counts)]
+    return StepTokens(output.handles[keep], output.counts[keep], tokens, output.finish[keep], extras, tuple(frames))
 
 
 def merge(*parts: StepTokens) -> StepTokens:

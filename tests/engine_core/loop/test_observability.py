@@ -39,6 +39,9 @@ def test_why_is_my_request_waiting() -> None:
     entries, _ = driver.core.utilities.call("debug_requests", {"limit": 2})
     assert len(entries) == 2 and entries[0]["output_tokens"] == 1 and entries[0]["age"] >= 0
     assert "slots (max_num_seqs) are taken" in entries[1]["reason"]
+    pages = [driver.core.utilities.call("debug_requests", {"limit": 2, "offset": at})[0] for at in (0, 2, 4)]
+    assert [entry["handle"] for page in pages for entry in page] == [0, 1, 2, 3]
+    assert pages[1][1]["reason"] == "2 requests are ahead of it"  # those of the page before count
     driver.run()
     assert driver.core.utilities.call("debug_requests", {}) == ([], [])
 
@@ -68,7 +71,9 @@ def test_memory_and_stats() -> None:
 
 def test_unknown_calls_and_arguments_are_refused() -> None:
     driver = busy()
-    for method, args in (("__init__", {}), ("shutdown", {}), ("stats", {"x": 1}), ("debug_requests", {"y": 2})):
+    for method, args in (("__init__", {}), ("shutdown", {}), ("stats", {"x": 1}), ("debug_requests", {"y": 2}),
+                         ("debug_requests", {"limit": 1001}), ("debug_requests", {"limit": -1}),
+                         ("debug_requests", {"offset": -1}), ("debug_requests", {"limit": 1.5})):  # fmt: skip
         with pytest.raises(ValidationError):
             driver.core.utilities.call(method, args)
     driver.run()

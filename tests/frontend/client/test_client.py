@@ -356,13 +356,13 @@ def test_last_words_come_first(world: World) -> None:
 def test_calls(world: World) -> None:
     call = world.client.call("stats", {"a": 1})
     number = world.pump.sent[-1][1].call  # type: ignore[union-attr]
-    world.pump.on_event(0, Result(b"", 1, number, True, "", "", {"x": 1}))
+    world.pump.on_event(0, Result(b"", 1, number, "", "", {"x": 1}))
     assert call.result(5).value == {"x": 1}
     failing = world.client.call("nothing")
-    world.pump.on_event(0, Result(b"", 1, number + 1, True, "validation", "method: unknown", None))
+    world.pump.on_event(0, Result(b"", 1, number + 1, "validation", "method: unknown", None))
     with pytest.raises(ValueError, match="unknown"):
         failing.result(5)
-    world.pump.on_event(0, Result(b"", 1, 999, True, "", "", None))  # nobody asked
+    world.pump.on_event(0, Result(b"", 1, 999, "", "", None))  # nobody asked
 
 
 def test_pending_calls_fail_with_the_engine(world: World) -> None:

@@ -25,7 +25,6 @@ from wavecore.transport.io.client_stream import ClientLimits
 from wavecore.transport.io.input_pump import InputPump
 from wavecore.transport.io.io_thread import IoThreadFailed
 from wavecore.transport.io.output_pump import ClientGone, OutputPump
-from wavecore.transport.wire import delivery
 from wavecore.transport.wire.messages import Abort, Add, FinishReason, StepTokens, Utility
 from wavecore.transport.wire.step_tokens import finish_rows
 from wavecore.transport.wire.tensors import from_numpy
@@ -33,7 +32,7 @@ from wavecore.transport.wire.tensors import from_numpy
 
 def quicken(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """A second of this process's pumps lasts a tenth of one."""
-    for owner, name in ((ClientPump, "tick_seconds"), (OutputPump, "tick_seconds"), (delivery, "REPEAT_SECONDS")):
+    for owner, name in ((ClientPump, "tick_seconds"), (OutputPump, "tick_seconds")):
         set_attribute(owner, name, 0.1 * getattr(owner, name))
 
 

@@ -1,15 +1,22 @@
-"""A TCP proxy that can break its connections: a reset loses whatever is in flight, with both ends alive."""
+"""A TCP proxy that can break its connections: a reset loses whatever is in flight, with both ends alive. Or be slow."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import socket
 import struct
 import threading
 
 
 class Proxy:
-    """Forwards a port of 127.0.0.1 to another. `reset` may be called by any thread."""
+    """Forwards a port of 127.0.0.1 to another. `reset` may be called by any thread.
+
+    Attributes:
+        rate: bytes a second in each direction.
+        up_bytes, down_bytes: forwarded to the port and from it.
+    """
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -17,6 +24,8 @@ class Proxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.connections = 0
+        self.rate = math.inf
+        self.up_bytes = self.down_bytes = 0
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="proxy")
         self._thread.start()
@@ -46,9 +55,26 @@ class Proxy:
             writer.close()
             return
         self._writers |= {writer, far_writer}
-        await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(self._copy(reader, far_writer, True), self._copy(far_reader, writer, False))
         self._writers -= {writer, far_writer}
         self._tasks.discard(task)
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, up: bool) -> None:
+        try:
+            while data := await reader.read(65536):
+                if self.rate < math.inf:
+                    await asyncio.sleep(len(data) / self.rate)
+                writer.write(data)
+                await writer.drain()
+                if up:
+                    self.up_bytes += len(data)
+                else:
+                    self.down_bytes += len(data)
+        except (OSError, asyncio.CancelledError):
+            return
+        finally:
+            writer.close()
 
     def reset(self) -> None:
         """Break every connection on both sides, without a FIN."""
@@ -64,14 +90,3 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._reset)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    except (OSError, asyncio.CancelledError):
-        return
-    finally:
-        writer.close()

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
+from tests.support.waiting import until
 from tests.transport.io.proxy import Proxy
 
 from wavecore.transport.curve import CurveClient, CurveServer, create_keys
 from wavecore.transport.io import connection
 from wavecore.transport.io.connection import Disconnected, Reconnected
 from wavecore.transport.wire.codec import MAX_FRAME_BYTES
+from wavecore.transport.wire.delivery import PIECE_BYTES, WINDOW_BYTES
 from wavecore.transport.wire.messages import Ready
 
 
@@ -126,6 +129,72 @@ def site(tmp_path: Path, make_engine: Any) -> Iterator[Site]:
     yield site
     for proxy in site.proxies:
         proxy.close()
+
+
+SLOW = 5e6
+
+
+def test_a_large_request_over_a_slow_link_is_sent_once_and_holds_up_no_small_one(make_client: Any, site: Site) -> None:
+    client = make_client()
+    client.connect(site.addresses, site.curve)
+    up = site.proxies[0]
+    up.rate = SLOW
+    large = client.add(prompt=np.zeros(2_000_000, np.int32))
+    until(lambda: up.up_bytes > 1_000_000, "the large one is under way")
+    small = client.add()
+    client.wait_ends(small)
+    assert large not in client.ends
+    client.wait_ends(large)
+    assert [handle for _, handle in site.engine.added] == [small, large]
+    assert up.up_bytes <= 1.05 * 8e6
+
+
+def test_an_abort_overtakes_the_request_that_it_ends(make_client: Any, site: Site) -> None:
+    client = make_client()
+    client.connect(site.addresses, site.curve)
+    up = site.proxies[0]
+    up.rate = SLOW
+    large, next_one = [client.add(prompt=np.zeros(5_000_000, np.int32)) for _ in range(2)]
+    until(lambda: up.up_bytes > 1_000_000, "the first is under way")
+    client.abort(large, next_one)
+    client.wait_ends(client.add(), client.add(prompt=np.zeros(100_000, np.int32)))
+    assert site.engine.aborted == [large, next_one]
+    assert [handle for _, handle in site.engine.added] == [next_one + 1, next_one + 2]
+    assert up.up_bytes < 5e6  # of 40
+    session = client.pump._connections[0]._session
+    until(lambda: session.outbox.bytes == 0, "the last acknowledgement")
+
+
+def test_a_large_result_over_a_slow_link_holds_up_no_tokens(make_client: Any, site: Site) -> None:
+    client = make_client()
+    client.connect(site.addresses, site.curve)
+    down = site.proxies[1]
+    down.rate = SLOW
+    client.call(1, "frames", sizes=[3_000_000, 0, 5_000_000, 100])
+    until(lambda: down.down_bytes > 1_000_000, "the result is under way")
+    client.wait_ends(client.add(count=50))
+    assert 1 not in client.results
+    client.wait_for(lambda: 1 in client.results, "the result")
+    assert [len(frame.buffer) for frame in client.results[1].frames] == [3_000_000, 0, 5_000_000, 100]
+    assert not client.saw(Disconnected)
+    assert down.down_bytes <= 1.05 * 8.1e6
+
+
+@pytest.mark.usefixtures("quick_clocks")
+def test_a_break_of_the_input_connection_alone_is_noticed(make_client: Any, site: Site) -> None:
+    """No event tells of it: the engine's next word shows that it got no further."""
+    client = make_client()
+    client.connect(site.addresses, site.curve)
+    up = site.proxies[0]
+    up.rate = 20e6
+    handle = client.add(prompt=np.zeros(1_000_000, np.int32))
+    for size in (1_000_000, 2_500_000):
+        until(lambda size=size: up.up_bytes > size, "it is under way")
+        up.reset()
+    client.wait_ends(handle)
+    assert not client.saw(Disconnected)
+    assert [handle for _, handle in site.engine.added] == [handle]
+    assert up.up_bytes <= 4_100_000 + 2 * (WINDOW_BYTES + PIECE_BYTES)
 
 
 def test_resets_leave_no_hole_and_no_duplicate(make_client: Any, site: Site) -> None:

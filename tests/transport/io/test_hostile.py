@@ -101,7 +101,10 @@ def test_bad_tensor_ends_that_request_with_the_reason(hostile: Any) -> None:
 
 def test_bad_call_is_answered(hostile: Any) -> None:
     _, raw = hostile()
-    raw.push.send_multipart([msgpack.packb([1, 3, raw.epoch, raw.client_id, 1, 5, "echo", ["no map"]])])
+    number = (1).to_bytes(8, "little")
+    raw.push.send_multipart(
+        [msgpack.packb([m.PROTOCOL_VERSION, 3, number, raw.epoch, raw.client_id, 5, "echo", ["no map"]])]
+    )
     result = raw.wait(m.Result)
     assert (result.call, result.error_code) == (5, "protocol")
 
@@ -139,6 +142,37 @@ def test_gap_is_reported_at_once_and_the_hole_is_filled(hostile: Any) -> None:
     assert [handle for _, handle in engine.added] == [1, 2, 3, 4]
 
 
+def in_pieces(raw: Raw, first: int, frames: list[Any]) -> int:
+    """Send a message in pieces from this number on; returns the next number."""
+    sizes = np.array(list(map(len, frames)), np.uint32)
+    for number, frame in enumerate(frames, first):
+        data = m.TensorFrame("uint8", (len(frame),), bytes(frame))
+        raw.push.send_multipart(encode(m.Piece(raw.epoch, raw.client_id, number, 1, sizes, data)))
+        sizes = sizes[:0]
+    return first + len(frames)
+
+
+def test_bad_pieces_cost_their_sender_that_message(hostile: Any) -> None:
+    engine, raw = hostile()
+    prompt = from_numpy(np.arange(30_000, dtype=np.int32))
+    stranger = m.Add(raw.epoch, b"stranger 16bytes", 0, 1, prompt, {})
+    number = in_pieces(raw, 1, encode(stranger))
+    number = in_pieces(raw, number, encode(m.Hello("in pieces")))
+    number = in_pieces(raw, number, [b"\x93\x02\x01", b"rubbish"])
+    main, pack = encode(m.Add(raw.epoch, raw.client_id, 0, 70, prompt, {}))
+    number = in_pieces(raw, number, [main, pack[:-4]])
+    assert raw.wait(m.Step).output.handles.tolist() == [70]
+    too_much = m.Piece(
+        raw.epoch, raw.client_id, number, 1, np.array([2], np.uint32), m.TensorFrame("uint8", (3,), b"abc")
+    )
+    raw.push.send_multipart(encode(too_much))
+    in_pieces(raw, number + 1, encode(m.Add(raw.epoch, raw.client_id, 0, 71, prompt, {})))
+    while raw.wait(m.Step).output.handles.tolist() != [71]:
+        continue
+    assert [handle for _, handle in engine.added] == [71]
+    assert engine.input._complaints.counts["bad frame on the input socket"] == 4
+
+
 def test_lying_acknowledgement_is_dropped(hostile: Any, make_client: Any) -> None:
     engine, raw = hostile()
     raw.dealer.send_multipart(encode(m.Ping(raw.epoch, 1 << 40)))
@@ -150,8 +184,8 @@ def test_lying_acknowledgement_is_dropped(hostile: Any, make_client: Any) -> Non
 def test_unread_results_are_bounded(hostile: Any) -> None:
     """Values count, not only tensors: who calls and never acknowledges is dropped before it is silent for long."""
     engine, raw = hostile(limits=ClientLimits(held_bytes=10 << 20, silent_ticks=3600, stalled_ticks=3600))
-    for number in range(1, 31):
-        text = {"text": "x" * 1_000_000}
+    for number in range(1, 301):
+        text = {"text": "x" * 60_000}
         raw.push.send_multipart(encode(m.Utility(raw.epoch, raw.client_id, number, number, "echo", text)))
     until(lambda: raw.client_id in engine.gone, "the drop")
 

@@ -12,9 +12,9 @@ import pytest
 from tests.support.waiting import until
 
 from wavecore.transport.errors import EngineDead, MessageTooLarge
-from wavecore.transport.io import connection
 from wavecore.transport.io.connection import ClientFailed
-from wavecore.transport.wire.messages import Heartbeat, Ready
+from wavecore.transport.wire import codec
+from wavecore.transport.wire.messages import FinishReason, Heartbeat, Ready
 from wavecore.transport.wire.tensors import to_numpy
 
 
@@ -253,16 +253,32 @@ def test_failure_of_the_io_thread_is_told(make_engine: Any, make_client: Any, mo
         client.add()
 
 
-def test_too_large_result_is_an_error_and_not_kept(
-    make_engine: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "MAX_RESULT_BYTES", 1 << 20)
+def test_too_large_result_is_an_error(make_engine: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 20 << 20)
     engine, client = make_engine(), make_client()
     client.connect(engine.addresses)
     client.call(1, "frames", sizes=[5 << 20] * 5)
     client.wait_for(lambda: 1 in client.results, "the result")
     assert client.results[1].error_code == "too_large"
     assert client.results[1].frames == ()
+
+
+def test_output_that_is_too_large_ends_its_request_in_the_engine_too(
+    make_engine: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of the same step go on."""
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 1 << 20)
+    engine, client = make_engine(pace=0.01), make_client()
+    client.connect(engine.addresses)
+    small = [client.add(count=20, frame=1000) for _ in range(3)]
+    large = client.add(count=1 << 20, frame=2 << 20)
+    small += [client.add(count=20, frame=1000) for _ in range(3)]
+    client.wait_ends(large, *small)
+    assert client.extras[large]["code"] == "too_large"
+    assert [client.ends[handle] for handle in small] == [[FinishReason.LENGTH]] * 6
+    assert [client.received[handle] for handle in small] == [20] * 6
+    until(lambda: not engine.open, "the end in the engine")
+    assert large in engine.aborted
 
 
 def test_handler_that_raises_hurts_nobody(make_engine: Any, make_client: Any) -> None:

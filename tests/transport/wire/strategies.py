@@ -60,6 +60,7 @@ def step_tokens(draw: st.DrawFn) -> m.StepTokens:
 
 
 frames = st.lists(tensors(), max_size=4).map(tuple)
+sizes = hnp.arrays(np.uint32, st.integers(0, 4))
 
 messages = st.one_of(
     st.builds(
@@ -68,14 +69,16 @@ messages = st.one_of(
     st.builds(m.Abort, token16, token16, number, hnp.arrays(np.uint32, st.integers(0, 9))),
     st.builds(m.Utility, token16, token16, number, count, text, table),
     st.builds(m.Hello, text),
-    st.builds(m.Ping, token16, number, st.booleans()),
+    st.builds(m.Ping, token16, number, st.booleans(), number),
     st.builds(m.Ready, token16, text, count, table),
     st.builds(m.Step, token16, number, step_tokens(), count),
-    st.builds(m.Result, token16, number, count, st.booleans(), text, text, plain, frames),
-    st.builds(m.Heartbeat, token16, number, count, st.booleans()),
+    st.builds(m.Result, token16, number, count, text, text, plain, frames),
+    st.builds(m.Heartbeat, token16, number, count, st.booleans(), number),
     st.builds(m.UnknownClient, token16),
     st.builds(m.Dead, token16, text, text, text, st.integers(-1, 1 << 20), text),
     st.builds(m.Bye, token16, number),
+    st.builds(m.Piece, token16, token16, number, st.integers(0, 1), sizes, tensors()),
+    st.builds(m.Mark, token16, token16, number, number),
 )  # fmt: skip
 
 

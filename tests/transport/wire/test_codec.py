@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import struct
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,7 +28,7 @@ CLIENT = b"c" * 16
 
 
 def result(*frames: m.TensorFrame, value: Any = None) -> m.Result:
-    return m.Result(EPOCH, 1, 2, True, "", "", value, frames)
+    return m.Result(EPOCH, 1, 2, "", "", value, frames)
 
 
 @given(messages)
@@ -38,7 +39,8 @@ def test_every_message_round_trips(message: m.Message) -> None:
 def test_the_schema_names_every_message_and_field() -> None:
     assert set(FIELDS) == set(get_args(m.Message))
     for cls, kinds in FIELDS.items():
-        assert list(kinds) == [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls)]
+        assert list(kinds) == sorted(names, key=lambda name: name != "number")
 
 
 def check_hostile(frames: list[bytes]) -> None:
@@ -221,7 +223,7 @@ def test_a_sender_learns_what_the_peer_would_refuse(message: m.Message) -> None:
 
 def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MessageTooLarge, match="outside of tensors"):
-        encode(m.Utility(EPOCH, CLIENT, 1, 1, "m", {"x": [b"x" * (1 << 20)] * 5}))
+        encode(m.Utility(EPOCH, CLIENT, 1, 1, "m", {"x": b"x" * (1 << 16)}))
     with pytest.raises(MessageTooLarge, match="split it"):
         encode(result(from_numpy(np.zeros(codec.MAX_FRAME_BYTES + 1, np.uint8))))
     for name, value in (("MAX_FRAMES", 3), ("MAX_MESSAGE_BYTES", 1 << 20)):
@@ -233,7 +235,7 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(ProtocolError):
                 decode([b"x" * 400_000] * 4)
     with pytest.raises(ProtocolError, match="at most"):
-        decode([bytes(codec.MAX_MAIN_BYTES + 1)])
+        decode([bytes((0x92, m.PROTOCOL_VERSION, 3)) + bytes(1 << 16)])
 
 
 @pytest.mark.parametrize(
@@ -247,9 +249,9 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         msgpack.packb({1: 2}),
         b"\x81\x90\x01",  # a map whose key is a list
         msgpack.packb([1, 2]) + b"x",
-        msgpack.packb([1, 4, b"not text"]),
-        struct.pack("B", 0x92) + b"\x01\x04",  # too few fields
-        msgpack.packb([1, 4, "v", "one field too many"]),
+        msgpack.packb([m.PROTOCOL_VERSION, 4, b"not text"]),
+        struct.pack("BBB", 0x92, m.PROTOCOL_VERSION, 4),  # too few fields
+        msgpack.packb([m.PROTOCOL_VERSION, 4, "v", "one field too many"]),
         msgpack.packb([True, 4, "v"]),
         b"",
     ],
@@ -259,15 +261,44 @@ def test_hostile_msgpack(frame: bytes) -> None:
         decode([frame])
 
 
-def test_empty_lists_cannot_blow_up_memory() -> None:
-    """A3: 5 MB of empty lists would become 320 MB of objects."""
-    with pytest.raises(ProtocolError):
-        decode([b"\xdd" + struct.pack(">I", 1 << 20) + b"\x90" * (1 << 20)])
+def hostile_values(size: int) -> dict[str, bytes]:
+    """msgpack of about `size` bytes that would take many times as much as Python's objects."""
+    array = b"\xdd" + struct.pack(">I", 1 << 16)
+    many = size >> 16
+    return {
+        "empty lists": b"\xdd" + struct.pack(">I", many) + (array + b"\x90" * (1 << 16)) * many,
+        "empty maps": b"\xdd" + struct.pack(">I", many) + (array + b"\x80" * (1 << 16)) * many,
+        "small maps": b"\xdd" + struct.pack(">I", many // 3) + (array + b"\x81\x01\xc0" * (1 << 16)) * (many // 3),
+        "long lists that are not there": (b"\xdd" + struct.pack(">I", codec.MAX_ITEMS)) * 500,
+        "deep lists": b"\x91" * 900 + b"\xc0",
+        "numbers": b"\xdd" + struct.pack(">I", size // 3) + b"\xcd\x7f\xff" * (size // 3),
+        "keys": b"\xdf"
+        + struct.pack(">I", size // 4)
+        + b"".join(struct.pack(">BHB", 0xCD, i, 0xC0) for i in range(size // 4) if i < 65536),
+    }
+
+
+@pytest.mark.parametrize("what", sorted(hostile_values(1 << 16)))
+@pytest.mark.parametrize("cls", [m.Utility, m.Add, m.Abort, m.Step, m.Ping])
+def test_no_message_becomes_many_times_its_size(cls: type, what: str) -> None:
+    """4 MB of empty lists would become 280 MB of objects: the bytes, lists and maps of a message are bounded by its
+    kind before anything is made of it."""
+    most = codec.MAIN_BYTES.get(cls, codec.OTHER_MAIN_BYTES)
+    for size in (most - 300, 4 << 20):
+        value = hostile_values(size)[what]
+        code = list(codec.FIELDS).index(cls) + 1
+        frame = b"\x93" + bytes((m.PROTOCOL_VERSION, code)) + value
+        tracemalloc.start()
+        with pytest.raises(ProtocolError):
+            decode([frame])
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 16 * most + (1 << 20)
 
 
 def test_another_protocol_version_says_so() -> None:
-    with pytest.raises(ProtocolError, match="protocol 2"):
-        decode([msgpack.packb([2, 4, "v"])])
+    with pytest.raises(ProtocolError, match="protocol 1"):
+        decode([msgpack.packb([1, 4, "v"])])
 
 
 def test_a_fault_after_the_head_says_whose_message_it_is() -> None:
@@ -279,7 +310,7 @@ def test_a_fault_after_the_head_says_whose_message_it_is() -> None:
 
 
 def test_defaults_may_be_left_out() -> None:
-    assert decode([msgpack.packb([1, 5, EPOCH, 9])]) == m.Ping(EPOCH, 9, gap=False)
+    assert decode([msgpack.packb([m.PROTOCOL_VERSION, 5, EPOCH, 9])]) == m.Ping(EPOCH, 9, gap=False)
 
 
 @settings(max_examples=1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.transport.wire.strategies import same, step_tokens
 
 from wavecore.transport.wire.messages import FinishReason, StepTokens
-from wavecore.transport.wire.step_tokens import finish_rows, merge, size_of
+from wavecore.transport.wire.step_tokens import check_step_tokens, finish_rows, merge, rows_of, size_of
 
 NOTHING = StepTokens(*(np.empty(0, t) for t in (np.uint32, np.uint32, np.int32, np.uint8)))
 
@@ -46,6 +46,15 @@ def test_merged_output_tells_the_same_story(parts: list[StepTokens]) -> None:
 @given(st.lists(step_tokens(), min_size=3, max_size=5))
 def test_merging_is_associative(parts: list[StepTokens]) -> None:
     assert same(told(merge(merge(*parts[:2]), *parts[2:])), told(merge(*parts)))
+
+
+@given(step_tokens(), st.integers(0, 6))
+def test_parts_of_the_rows_tell_the_same_story(output: StepTokens, at: int) -> None:
+    keep = np.arange(len(output.handles)) < at
+    first, second = rows_of(output, keep), rows_of(output, ~keep)
+    check_step_tokens(first)
+    check_step_tokens(second)
+    assert same(told(first, second), told(output))
 
 
 def test_merge_of_nothing_to_say() -> None:

@@ -1,0 +1,140 @@
+"""The main loop between its queue and its output, without threads or sockets in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.scheduler_driver import CLIENT, SchedulerDriver
+
+from wavecore.engine_core.execution.scripted_runner import Script
+from wavecore.engine_core.loop import proc as proc_module
+from wavecore.engine_core.loop.proc import EngineCoreProc, StopIn
+from wavecore.transport.errors import WavecoreError
+from wavecore.transport.io.output_pump import ClientGone
+from wavecore.transport.wire.messages import StepTokens, Utility
+
+OTHER, GONE = b"o" * 16, b"g" * 16
+
+
+class Recorder:
+    """The child's progress page and the output thread in one: what happened, in order."""
+
+    def __init__(self) -> None:
+        self.progress = self
+        self.seen: list[Any] = []
+        self.is_busy = True
+
+    def beat(self) -> None:
+        self.seen.append("beat")
+
+    def busy(self, busy: bool) -> None:
+        self.is_busy = busy
+
+    def put(self, outputs: dict[bytes, StepTokens], _load: int) -> None:
+        self.seen.append(("tokens", int(sum(output.counts.sum() for output in outputs.values()))))
+
+    def put_result(
+        self, client_id: bytes, call: int, value: Any = None, frames: Any = (), error: WavecoreError | None = None
+    ) -> None:
+        assert self.is_busy
+        self.seen.append((client_id, call, error))
+
+    @property
+    def calls(self) -> list[tuple[bytes, int]]:
+        return [entry[:2] for entry in self.seen if isinstance(entry, tuple) and isinstance(entry[0], bytes)]
+
+
+@pytest.fixture
+def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineCoreProc, Recorder, SchedulerDriver]]:
+    """A loop in which each turn has time for two calls."""
+    driver = SchedulerDriver(Script(vocab_size=97, eos_token_id=[], max_model_len=512))
+    recorder = Recorder()
+    proc: Any = EngineCoreProc(
+        driver.core,
+        recorder,  # type: ignore[arg-type]
+        index=0,
+        resolved={},
+        input_address=f"ipc://{tmp_path}/i",
+        output_address=f"ipc://{tmp_path}/o",
+        curve=None,
+    )
+    output, proc._output = proc._output, recorder
+    now = [0.0]
+
+    def call(_method: str, _args: Any) -> Any:
+        now[0] += proc_module._CALL_SECONDS / 2
+        return True, []
+
+    monkeypatch.setattr(driver.core.utilities, "call", call)
+    monkeypatch.setattr(proc_module.time, "monotonic", lambda: now[0])
+    yield proc, recorder, driver
+    monkeypatch.undo()
+    proc._input.close()
+    output.close()
+
+
+def ask(proc: EngineCoreProc, client_id: bytes, calls: range) -> None:
+    for call in calls:
+        proc.input_queue.put(Utility(b"", client_id, 0, call, "stats"))
+
+
+def test_many_calls_stop_no_stream_and_every_call_is_progress(loop: Any) -> None:
+    proc, recorder, driver = loop
+    driver.add(0, [1] * 5, max_tokens=30)
+    ask(proc, CLIENT, range(400))
+    proc.input_queue.put(StopIn(drain=True))
+    proc.run_busy_loop()
+    first, last = recorder.seen.index(("tokens", 1)), len(recorder.seen)
+    between = recorder.seen[first:last]
+    assert sum(entry == ("tokens", 1) for entry in between) == 30
+    assert len(recorder.calls) < 80  # two a turn
+    assert between.count("beat") >= len(between) // 2 - 1  # one for each call and each step
+
+
+def test_clients_take_turns_with_their_calls(loop: Any) -> None:
+    proc, recorder, driver = loop
+    driver.add(0, [1] * 5, max_tokens=30)
+    ask(proc, CLIENT, range(10))
+    ask(proc, OTHER, range(3))
+    ask(proc, GONE, range(10))
+    proc.input_queue.put(ClientGone(GONE))
+    proc.input_queue.put(StopIn(drain=True))
+    proc.run_busy_loop()
+    turns = [client for client, _ in recorder.calls]
+    assert turns == [CLIENT, OTHER, CLIENT, OTHER, CLIENT, OTHER, *[CLIENT] * 7]
+    assert [call for client, call in recorder.calls if client == CLIENT] == list(range(10))
+
+
+def test_calls_are_made_without_requests_too(loop: Any) -> None:
+    proc, recorder, driver = loop
+    made = driver.core.utilities.call
+
+    def stop_after_the_last(method: str, args: Any) -> Any:
+        if len(recorder.calls) == 9:
+            proc.input_queue.put(StopIn(drain=True))
+        return made(method, args)
+
+    driver.core.utilities.call = stop_after_the_last
+    ask(proc, CLIENT, range(10))
+    proc.run_busy_loop()
+    assert recorder.calls == [(CLIENT, call) for call in range(10)]
+
+
+def test_a_call_that_fails_again_and_again_logs_one_traceback(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
+    proc, recorder, driver = loop
+
+    def fail(_method: str, _args: Any) -> Any:
+        if len(recorder.calls) == 19:
+            proc.input_queue.put(StopIn(drain=True))
+        raise AssertionError("block 7 has two owners")
+
+    driver.core.utilities.call = fail
+    ask(proc, CLIENT, range(20))
+    proc.run_busy_loop()
+    assert len(recorder.calls) == 20
+    assert all("block 7" in str(entry[2]) for entry in recorder.seen if entry != "beat")
+    [record] = [record for record in caplog.records if "Traceback" in record.getMessage()]
+    assert record.levelname == "ERROR"

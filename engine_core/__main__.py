@@ -35,14 +35,7 @@ def main() -> int:
     args = arguments.parse_args()
     raise_descriptor_limit()
     child = SupervisedChild(args, MEMORY_ADVICE)
-    writer = logs.set_up(f"engine {args.index}")
-    try:
-        return _serve(args, child)
-    finally:
-        writer.close()
-
-
-def _serve(args: argparse.Namespace, child: SupervisedChild) -> int:
+    logs.set_up(f"engine {args.index}")
     try:
         proc = _build(args, child)
     except Exception as error:
@@ -59,6 +52,7 @@ def _serve(args: argparse.Namespace, child: SupervisedChild) -> int:
 
 def _build(args: argparse.Namespace, child: SupervisedChild) -> EngineCoreProc:
     config = EngineConfig.from_json(child.config)
+    logging.getLogger().setLevel(config.log_level.upper())
     runner = make_runner(config, child.report_phase)
     child.report_phase("bind", 0.0)
     return EngineCoreProc(

@@ -212,6 +212,14 @@ class Runner(Protocol):
             NotSupportedError: this runner has no attention.
         """
 
+    def profile(self, on: bool) -> None:
+        """Start tracing, or stop it.
+
+        Raises:
+            NotSupportedError: this runner, or its settings, cannot.
+            ValidationError: it is running already, or is not.
+        """
+
 
 class RequestFault(WavecoreError):
     """The step failed, and one request is at fault: it ends, all others are computed again.

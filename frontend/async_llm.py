@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.api.request_options import RequestOptions
+from wavecore.engine_core.api.request_options import RequestOptions, embedding_options
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.base import BaseLLM
 from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS, Mailbox, OutputKind
 from wavecore.frontend.client.notifiers import LoopNotifier
-from wavecore.frontend.client.service import Service, make_supervisor
+from wavecore.frontend.client.service import MAX_ID, Service, make_supervisor
+from wavecore.frontend.client.utilities import Inspection, beside_loop
 from wavecore.frontend.compat import engine_config
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
 from wavecore.frontend.progress_bars import StartBar
@@ -26,6 +27,7 @@ from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import ValidationError, WavecoreError
 from wavecore.transport.wire.checks import OF_REQUEST
 
+MAX_IDS = 1 << 20
 LONG_TEXT = 2_000  # characters; encoding more would hold the event loop up for milliseconds
 
 
@@ -121,7 +123,7 @@ class AsyncLLM(BaseLLM):
         self, prompt: PromptType, *, pooling: Literal["mean", "last"] = "mean", timeout: float | None = None
     ) -> EmbeddingRequestOutput:
         """The embedding of one prompt; as `LLM.embed`."""
-        options = RequestOptions(pooling=pooling, timeout=timeout)
+        options = embedding_options(pooling, timeout)
         outputs = self._outputs(
             partial(self._encode, prompt, options), EMBEDDING_PARAMS, options, kind=OutputKind.FINAL
         )
@@ -130,10 +132,12 @@ class AsyncLLM(BaseLLM):
             raise output.error
         return output
 
-    async def abort(self, request_id: str) -> None:
-        """End a request by its id; its stream ends with finish_reason "abort". Unknown ids are no error."""
-        if mailbox := self._by_id.get(request_id):
-            self._service.client.abort(mailbox)
+    async def abort(self, request_id: str | Sequence[str]) -> None:
+        """End one request or several by id; each stream ends with finish_reason "abort". Unknown ids are no error."""
+        ids = [request_id] if isinstance(request_id, str) else request_id
+        for known in OF_REQUEST.texts("request_id", ids, MAX_IDS, MAX_ID):
+            if mailbox := self._by_id.get(known):
+                self._service.client.abort(mailbox)
 
     # --- facts and control ---------------------------------------------------------------------------------------
 
@@ -152,11 +156,14 @@ class AsyncLLM(BaseLLM):
         """
         self._service.client.check_health()
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes, for instance after a change of weights."""
-        client = self._service.client
-        calls = [asyncio.wrap_future(client.call("reset_prefix_cache", engine=index)) for index in client.engines]
-        return all(answer.value for answer in await asyncio.gather(*calls))
+    reset_prefix_cache = beside_loop(Inspection.reset_prefix_cache)
+    debug_requests = debug_sequence_states = beside_loop(Inspection.debug_requests)
+    step_stats = beside_loop(Inspection.step_stats)
+    print_memory_stats = beside_loop(Inspection.print_memory_stats)
+    export_trace = beside_loop(Inspection.export_trace)
+    start_profile = beside_loop(Inspection.start_profile)
+    stop_profile = beside_loop(Inspection.stop_profile)
+    visualize_attention = beside_loop(Inspection.visualize_attention)
 
     async def __aenter__(self) -> Self:
         return self

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Self
 
-from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.config import OF_SETTING, EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.service import Service
-from wavecore.frontend.compat import engine_config, refused
+from wavecore.frontend.compat import engine_config, from_environment, refused
 from wavecore.frontend.progress_bars import StartBar
-from wavecore.transport.errors import ConfigError
+from wavecore.transport.errors import ConfigError, NotSupportedError
+from wavecore.transport.processes import logs
+from wavecore.transport.processes.deployment import Address
 
 
 class BaseLLM:
     """A model in an engine process of its own, or one that somebody else started."""
 
     def __init__(self, model: str | Path = "default", **settings: Any) -> None:
-        self._start(engine_config({"model": str(model), **settings}))
+        self._start(engine_config({"model": model, **settings}))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
@@ -29,21 +32,40 @@ class BaseLLM:
     from_engine_args = from_config  # vLLM's name
 
     @classmethod
-    def connect(cls, runtime_dir: str | Path, timeout: float = 30.0) -> Self:
+    def connect(
+        cls,
+        runtime_dir: str | Path,
+        timeout: float = 30.0,
+        *,
+        key_file: str | Path | None = None,
+        tokenizer: str | Path | None = None,
+    ) -> Self:
         """A client of a running engine; any number may attach, from any process. `shutdown` only lets go of it.
 
         Args:
-            runtime_dir: as `wavecore engine` prints it, or `LLM.runtime_dir`.
+            runtime_dir: as `wavecore engine` prints it, or `LLM.runtime_dir`. From another host, the address that the
+                engine was started with, "tcp://HOST:PORT".
             timeout: seconds until the engine must have answered.
+            key_file: for an address: a copy of `keys/client.key` in the engine's runtime directory.
+            tokenizer: a folder or tokenizer.json, where the engine's is not on this machine.
 
         Raises:
+            ConfigError: an argument that cannot be.
             StartError: nothing runs there, or it does not answer.
             EngineDead: what ran there is over; with the cause.
+            ModelError: the tokenizer is not there.
         """
-        if not isinstance(runtime_dir, str | Path):
-            raise ConfigError(f"runtime_dir must be the path of a runtime directory, not {runtime_dir!r:.60}")
+        logs.show(from_environment(["log_level"]).get("log_level", "warning"))
+        timeout = OF_SETTING.real("timeout", timeout, 0.0, math.inf, above=True)
+        keys = None if key_file is None else OF_SETTING.path("key_file", key_file)
+        own = None if tokenizer is None else OF_SETTING.path("tokenizer", tokenizer)
+        where: Path | Address = OF_SETTING.path("runtime_dir", runtime_dir)
+        if str(runtime_dir).startswith("tcp://") != bool(keys):
+            raise ConfigError("key_file is for an address, which needs one: a copy of keys/client.key of the engine")
+        if keys is not None:
+            where = Address(str(runtime_dir), keys)
         llm = cls.__new__(cls)
-        llm._attach(Service(Path(runtime_dir), None, timeout))
+        llm._attach(Service(where, None, timeout, own))
         return llm
 
     def _start(self, config: EngineConfig) -> None:
@@ -58,8 +80,15 @@ class BaseLLM:
 
     @property
     def runtime_dir(self) -> Path:
-        """What other processes give to `connect`."""
-        return self._service.runtime_dir
+        """What other processes of this machine give to `connect`.
+
+        Raises:
+            NotSupportedError: this client is attached to an address.
+        """
+        where = self._service.runtime_dir
+        if isinstance(where, Address):
+            raise NotSupportedError(f"runtime_dir: attached to {where}; give others that and a key file")
+        return where
 
     @property
     def vocab_size(self) -> int:

@@ -28,6 +28,8 @@ FOREIGN: Mapping[str, Mapping[str, Any]] = _TABLES["settings"]
 FOREIGN_SWITCHES = frozenset(
     name for name, rule in FOREIGN.items() if all(isinstance(value, bool) for value in rule.get("allowed", [None]))
 )
+GROUPS = frozenset(_TABLES["groups"])
+"""Headings under which other systems' files keep their settings; ours need none."""
 ENVIRONMENT = "WAVECORE_"
 SETTINGS = defaults(EngineConfig)
 
@@ -59,7 +61,11 @@ def read_settings(values: Mapping[str, Any], where: str, otherwise: str) -> dict
     settings: dict[str, Any] = {}
     for given, value in values.items():
         name = our_name(str(given))
-        if name in SETTINGS:
+        if name in GROUPS and isinstance(value, Mapping):
+            settings |= read_settings(value, f" of {given}{where}", otherwise)
+        elif name in settings:
+            raise ConfigError(f"{given}{where} is given twice")
+        elif name in SETTINGS:
             settings[name] = checked(name, value, f"{given}{where}")
         elif not asks_for_nothing(name, value):
             raise ConfigError(f"unknown setting {given}{where}{did_you_mean(name, SETTINGS, otherwise)}")
@@ -77,13 +83,13 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, spelled: Calla
     return f"; did you mean {spelled(close[0])}?" if close else otherwise
 
 
-def from_environment() -> dict[str, Any]:
-    """Settings that variables named WAVECORE_<SETTING> give; an empty one means "not set".
+def from_environment(settings: Iterable[str] = SETTINGS) -> dict[str, Any]:
+    """Those of `settings` that variables named WAVECORE_<SETTING> give; an empty one means "not set".
 
     Raises:
         ConfigError: naming the variable.
     """
-    variables = {name: ENVIRONMENT + name.upper() for name in SETTINGS}
+    variables = {name: ENVIRONMENT + name.upper() for name in settings}
     return {
         name: checked(name, typed(name, text), f"{variable} in the environment")
         for name, variable in variables.items()
@@ -103,21 +109,42 @@ def typed(name: str, text: str) -> Any:
     return value
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain YAML, in which a name given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        given = len(node.value)
+        found = super().construct_mapping(node, deep)
+        if len(found) < given:
+            raise yaml.YAMLError(f"a name is given twice{node.start_mark}")
+        return found
+
+
+def read_yaml(text: str) -> Any:
+    """Raises:
+    ValueError, yaml.YAMLError: with the reason.
+    """
+    try:
+        return _Loader(text).get_single_data()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def yaml_value(text: str) -> Any:
     """What a text says as YAML; itself where it is none."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return read_yaml(text)
+    except (ValueError, yaml.YAMLError):
         return text
 
 
 def checked(name: str, value: Any, where: str) -> Any:
-    """A setting's value, with vLLM's names of dtypes.
+    """A setting's value, with vLLM's names of dtypes and logging's of levels.
 
     Raises:
         ConfigError: of the wrong kind; says `where` it came from.
     """
-    value = _TABLES["dtypes"].get(value, value) if name == "dtype" and isinstance(value, str) else value
+    value = _TABLES["values"].get(name, {}).get(value, value) if isinstance(value, str) else value
     return CHECKS[name](where, value)
 
 

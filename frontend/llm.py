@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from wavecore.engine_core.api.request_options import RequestOptions
+from wavecore.engine_core.api.request_options import RequestOptions, embedding_options
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.base import BaseLLM
 from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS, OutputKind
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.offline import run_batch
 from wavecore.frontend.client.request import EngineRequest
-from wavecore.frontend.client.utilities import call_all, heat_map, memory_table, png
+from wavecore.frontend.client.utilities import Inspection
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
 from wavecore.frontend.progress_bars import UseTqdm
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt, as_prompts
 from wavecore.frontend.text.messages import ChatOptions, Tools
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import NotSupportedError, ValidationError
-from wavecore.transport.wire.tensors import to_numpy
+from wavecore.transport.wire.checks import OF_REQUEST
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = int | Sequence[int] | None
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM(BaseLLM):
+class LLM(BaseLLM, Inspection):
     """A model in an engine process of its own, ended with this object.
 
     Works from plain scripts (no main guard needed) and notebooks. Use it as a context manager, or call `shutdown`; the
@@ -166,7 +163,7 @@ class LLM(BaseLLM):
         Raises:
             WavecoreError: every request failed; the first one's error.
         """
-        options = RequestOptions(pooling=pooling, timeout=timeout)
+        options = embedding_options(pooling, timeout)
         requests = [self._service.prepare(prompt, EMBEDDING_PARAMS, options) for prompt in as_prompts(prompts)]
         outputs = [EmbeddingRequestOutput.of(output) for output in run_batch(self._service, requests, use_tqdm)]
         errors = [output.error for output in outputs if output.error is not None]
@@ -179,45 +176,6 @@ class LLM(BaseLLM):
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; NotSupportedError where there is none (skip_tokenizer_init)."""
         return self._service.need_tokenizer("get_tokenizer")
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes, for instance after a change of weights."""
-        return all(call_all(self._service.client, "reset_prefix_cache"))
-
-    def print_memory_stats(self) -> None:
-        """Print a table of what the engine's memory holds."""
-        client = self._service.client
-        for index, stats in zip(client.engines, call_all(client, "memory_stats"), strict=False):
-            sys.stdout.write(memory_table(index, stats) + "\n")
-
-    def debug_requests(self, limit: int = 1000, offset: int = 0) -> list[dict[str, Any]]:
-        """State, age and progress of an engine's requests, running ones first: at most 1,000 from `offset` on."""
-        pages = call_all(self._service.client, "debug_requests", limit=limit, offset=offset)
-        return [row for page in pages for row in page]
-
-    debug_sequence_states = debug_requests
-
-    def step_stats(self) -> list[dict[str, Any]]:
-        """Counters of each engine since its start: steps, tokens, seconds in each phase of a step."""
-        return call_all(self._service.client, "stats")
-
-    def visualize_attention(
-        self, prompt: PromptType, layer: int, head: int, path: str | Path = "attention.png"
-    ) -> npt.NDArray[np.float32]:
-        """Attention of one head over a prompt, as a PNG heat map and as numbers.
-
-        Args:
-            path: the file to write; rows are queries, columns keys.
-
-        Returns:
-            float32 [n, n] of probabilities; row i sums to 1 over columns 0..i.
-        """
-        request = self._service.prepare(as_prompt(prompt), SamplingParams(max_tokens=1))
-        args = {"prompt": request.prompt.tolist(), "layer": layer, "head": head}
-        answer = self._service.client.call("attention_map", args).result()
-        weights = to_numpy(answer.frames[0]).astype(np.float32)
-        Path(path).write_bytes(png(heat_map(weights)))
-        return weights
 
     def __enter__(self) -> Self:
         return self
@@ -255,7 +213,7 @@ class LLM(BaseLLM):
             self._service.prepare(prompt, p, replace(options, priority=rank), resume=resume)
             for prompt, p, rank in zip(prompts, params, priorities, strict=True)
         ]
-        return run_batch(self._service, requests, use_tqdm, raise_on_error)
+        return run_batch(self._service, requests, use_tqdm, OF_REQUEST.flag("raise_on_error", raise_on_error))
 
 
 connect = LLM.connect
@@ -263,11 +221,11 @@ connect = LLM.connect
 
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes) or np.ndim(value) != 1:
         return [value] * count
     if len(value) != count:
         raise ValidationError(name, f"{len(value)} given for {count} prompts; give one, or one each")
-    return value
+    return list(value)
 
 
 def _no_lora(lora_request: object) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm.std import tqdm
 
 from wavecore.frontend.outputs import RequestOutput
+from wavecore.transport.wire.checks import OF_REQUEST
 
 if find_spec("ipywidgets") is not None:  # without it tqdm.auto warns in a notebook, and is no better elsewhere
     from tqdm.auto import tqdm
@@ -56,7 +57,9 @@ class BatchBar:
     """Finished requests, with tokens a second in both directions."""
 
     def __init__(self, total: int, use_tqdm: UseTqdm) -> None:
-        make = use_tqdm if callable(use_tqdm) else partial(_Bar, disable=not use_tqdm or _hidden())
+        make: Any = use_tqdm
+        if not callable(make):
+            make = partial(_Bar, disable=not OF_REQUEST.flag("use_tqdm", use_tqdm) or _hidden())
         self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
         self._input = self._output = 0
 

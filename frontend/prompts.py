@@ -32,7 +32,7 @@ class TokensPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """`prompt_embeds`: float32, float16 or bfloat16 [n, hidden], a numpy array or a torch tensor."""
+    """`prompt_embeds`: floats [n, hidden], a numpy array or a torch tensor."""
 
     prompt_embeds: Any
     cache_salt: NotRequired[str]
@@ -87,7 +87,7 @@ def as_prompt(prompt: Any) -> Prompt:
     """
     if isinstance(prompt, str):
         return Prompt(text=_text(prompt))
-    if _are_ids(prompt) or (isinstance(prompt, Sequence | np.ndarray) and not len(prompt)):
+    if _are_ids(prompt) or (isinstance(prompt, Sequence) and not prompt):
         return Prompt(ids=token_ids(prompt))
     if not isinstance(prompt, Mapping):
         raise ValidationError("prompt", f"must be text, token ids or a dictionary, not {type(prompt).__name__}")
@@ -130,7 +130,7 @@ def token_ids(ids: Any) -> I32:
 
 def _are_ids(prompt: Any) -> bool:
     if isinstance(prompt, np.ndarray):
-        return prompt.ndim == 1
+        return True
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
 
 

@@ -42,17 +42,32 @@ def parse_address(address: str) -> str:
     return "tcp"
 
 
-def check_interface(address: str) -> None:
-    """Whether this machine has the interface "tcp://HOST", before minutes are spent on loading a model.
+def engine_ports(address: str, index: int = 0) -> tuple[str, str]:
+    """Where an engine of a deployment at "tcp://HOST:PORT" has its input and its output: two ports each, from PORT on.
+
+    At "tcp://HOST" the kernel chooses both.
 
     Raises:
         ConfigError: not of that form, or it means every interface.
+    """
+    match = re.fullmatch(r"(tcp://(?:\[[^]]*\]|[^:]+))(?::([1-9]\d{0,4}))?", address)
+    if match is None:
+        raise ConfigError(f"address {address!r}: expected tcp://HOST or tcp://HOST:PORT, or nothing for ipc")
+    ports = [int(match[2]) + 2 * index + i if match[2] else 0 for i in range(2)]
+    first, second = (f"{match[1]}:{port}" for port in ports)
+    for own in (first, second):
+        parse_address(own)
+    return first, second
+
+
+def check_interface(address: str) -> None:
+    """Whether this machine has the interface of "tcp://HOST", before minutes are spent on loading a model.
+
+    Raises:
+        ConfigError: as `engine_ports`.
         ResourceError: the machine has no such interface.
     """
-    if not address.startswith("tcp://"):
-        raise ConfigError(f"address {address!r}: expected tcp://HOST (one interface), or nothing for ipc")
-    parse_address(f"{address}:0")
-    host = address.removeprefix("tcp://").strip("[]")
+    host = engine_ports(address)[0].removeprefix("tcp://").rpartition(":")[0].strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:

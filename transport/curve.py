@@ -1,6 +1,7 @@
 """CURVE keys of a deployment, for tcp: made, kept in files, and read back with care.
 
-keys_dir/server.key, client.key     secret and public key of each side, one z85 text a line, mode 0600
+keys_dir/server.key                 its secret and its public key, one z85 text a line, mode 0600
+keys_dir/client.key                 likewise, then the server's public key: all that a client on another host needs
 keys_dir/authorized_clients/*.pub   public keys of more clients, one a file; read again at every handshake
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -24,10 +25,11 @@ MAX_KEY_FILE = 4096  # bytes
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """z85 texts of 40 bytes each."""
+    """z85 texts of 40 bytes each; `server` is the other side's public key, in a client's file."""
 
     public: bytes
     secret: bytes = field(repr=False)
+    server: bytes = b""
 
     @classmethod
     def generate(cls) -> Self:
@@ -47,12 +49,12 @@ class KeyPair:
             raise ConfigError(f"key file {path}: {error.strerror}") from None
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise ConfigError(f"key file {path} must belong to you and be closed to others: chmod 600 {path}")
-        if len(lines) != 2 or any(len(line) != 40 for line in lines):
+        if len(lines) not in (2, 3) or any(len(line) != 40 for line in lines):
             raise ConfigError(f"key file {path} is damaged: delete it and start the engine again")
-        return cls(public=lines[1], secret=lines[0])
+        return cls(lines[1], *lines[::2])
 
     def save(self, path: Path) -> None:
-        write_new(path, self.secret + b"\n" + self.public + b"\n")
+        write_new(path, b"".join(key + b"\n" for key in (self.secret, self.public, self.server) if key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +90,17 @@ class CurveClient:
             )
 
     @classmethod
-    def load(cls, keys_dir: Path, server_key: str) -> Self:
-        return cls(server_key.encode(), KeyPair.load(keys_dir / "client.key"))
+    def load(cls, key_file: Path, server_key: str) -> Self:
+        return cls(server_key.encode(), KeyPair.load(key_file))
 
 
 def create_keys(keys_dir: Path) -> str:
     """Make the deployment's key files where they are missing; returns the server's public key."""
     keys_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     (keys_dir / ALLOW_LIST).mkdir(mode=0o700, exist_ok=True)
-    for name in KEY_FILES:
-        if not (keys_dir / name).exists():
-            KeyPair.generate().save(keys_dir / name)
-    return KeyPair.load(keys_dir / "server.key").public.decode()
+    if not (keys_dir / "server.key").exists():
+        KeyPair.generate().save(keys_dir / "server.key")
+    server = KeyPair.load(keys_dir / "server.key").public
+    if not (keys_dir / "client.key").exists():
+        replace(KeyPair.generate(), server=server).save(keys_dir / "client.key")
+    return server.decode()

@@ -18,7 +18,7 @@
 Every message says what happened, where (rank, phase), why (signal, last log lines) and what to do next.
 `code` is the stable name that travels on the wire and that clients may match on. `exit_code` is what a program ends
 with when nobody handles the error: 2 usage, 3 port or other resource, 4 model, 5 an engine did not start or died.
-(0 is a clean end, 130 an interrupt.)
+(0 is a clean end, 128 + N signal N.)
 """
 
 from __future__ import annotations
@@ -26,32 +26,45 @@ from __future__ import annotations
 import errno
 from typing import Any
 
-RESOURCE_ERRNOS = (
-    *(errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC),
-    errno.EAGAIN,  # of a fork: no process or thread is left
-)
+_NAMES = "EADDRINUSE EADDRNOTAVAIL EAGAIN EMFILE ENFILE ENOMEM ENOSPC EDQUOT EROFS EACCES"
+RESOURCE_ERRNOS = [getattr(errno, name) for name in _NAMES.split()]  # EAGAIN, of a fork: no process or thread is left
 MORE_MEMORY = "give the machine or container more memory"
 
 
 class WavecoreError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything that this package raises on purpose; by itself, a fault inside that has no class of its own.
+
+    Report the latter, with the engine's log.
+    """
 
     code = "internal"
     exit_code = 5
 
 
 class ConfigError(WavecoreError, ValueError):
+    """A setting is unknown, of the wrong kind, or cannot work here; raised before an engine starts, or by its start.
+
+    The message names the setting and where it came from. Correct it: docs/settings.md has them all.
+    """
+
     code = "config"
     exit_code = 2
 
 
 class ModelError(WavecoreError, ValueError):
+    """A model's files are missing, damaged, unsafe, or of a kind that is not supported; raised by a start.
+
+    The message names the file. Correct or fetch it again, or name another model.
+    """
+
     code = "model"
     exit_code = 4
 
 
 class ValidationError(WavecoreError, ValueError):
-    """A request's value is out of bounds.
+    """One value of a call is of the wrong kind or out of bounds; nothing was sent, or the engine refused it.
+
+    Correct the parameter called `field`. Other requests are not concerned.
 
     Args:
         field: the name of the request field at fault, as the user wrote it.
@@ -67,12 +80,20 @@ class ValidationError(WavecoreError, ValueError):
 
 
 class NotSupportedError(WavecoreError):
+    """Something that exists elsewhere, in vLLM say, and not in this version; refused by name.
+
+    The message says what to use in its place.
+    """
+
     code = "not_supported"
     exit_code = 2
 
 
 class ProtocolError(WavecoreError):
-    """Bytes that break the protocol.
+    """Bytes of a client or an engine break the protocol of the wire; they are dropped.
+
+    A program meets it where the two are of different versions, or something else writes to the sockets. Attach with the
+    engine's version.
 
     Attributes:
         partial: message class and the fields that were sound before the fault, so that whoever sent it can be answered.
@@ -83,35 +104,76 @@ class ProtocolError(WavecoreError):
 
 
 class MessageTooLarge(ProtocolError):
+    """A request is larger than one message may be; refused before sending, and nothing else is concerned.
+
+    Send less at once: a shorter prompt, fewer choices, smaller prompt embeddings.
+    """
+
     code = "too_large"
 
 
 class RequestError(WavecoreError):
+    """One request ended without its whole answer: the client was closed, or the engine met a fault of this request.
+
+    What it had until then is in its output. Send it again, if the message does not say that it cannot work.
+    """
+
     code = "request"
 
 
 class Overloaded(RequestError):
+    """The engine's queue or its number of clients is full, or it is shutting down: it took nothing of this request.
+
+    Try again later. `LLM.generate` does so by itself; see `max_num_queued_reqs` and `max_num_queued_bytes`.
+    """
+
     code = "overloaded"
 
 
 class RequestTimeout(RequestError, TimeoutError):
+    """A deadline passed: of a request that no engine answered any more, or of a call such as `step_stats`.
+
+    A request that its engine ends in time has finish_reason "timeout" instead, with what it had. Allow more time, or
+    see why the engine is slow (`debug_requests`, `log_stats`).
+    """
+
     code = "timeout"
 
 
 class NumericalError(RequestError):
+    """The model gave NaN or infinity for this request; it ended, others of its batch did not.
+
+    Often a checkpoint that overflows in float16: try dtype="bfloat16" or "float32".
+    """
+
     code = "numerical"
 
 
 class ResourceError(WavecoreError):
+    """The machine cannot give what is needed: memory, a port, file descriptors, room or permission on a disk.
+
+    The message says which, and the setting that asks for less where there is one.
+    """
+
     code = "resource"
     exit_code = 3
 
 
 class StartError(WavecoreError):
+    """An engine did not become ready: its process ended without a cause of its own, was too slow, or does not answer.
+
+    Its last lines stand in the exception's notes. Raise `ready_timeout` if it was only slow.
+    """
+
     code = "start"
 
 
 class EngineDead(WavecoreError):
+    """The engine that had this request, or every engine, has ended or cannot be reached; the message has the cause.
+
+    `has_engine()` says whether another one takes over; then send the request again. `resume=True` does so by itself.
+    """
+
     code = "engine_dead"
 
 

@@ -19,6 +19,7 @@ from wavecore.transport.wire.checks import Checker
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority", "hybrid"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 # Bounds of settings; above the most of a whole number an engine would only die later, of memory
 COUNT = Bounds(1, (1 << 63) - 1)
 ABOVE_ZERO = Bounds(0.0, math.inf, above=True)
@@ -67,9 +68,16 @@ class EngineConfig:
         cudagraph_capture_sizes: rows of decode steps, and tokens of steps with prompts, that are run from CUDA graphs;
             steps are padded to them. None takes all rows to max_num_seqs and tokens to 2,048, in steps of an eighth.
             Graphs are captured while the engine serves, between steps.
-        log_stats: log where the time of the loop goes, throughput, queue and cache every ten seconds.
+        log_level: what engines, their supervisor and this program's client log: "debug", "info" (each preemption, the
+            table of memory at the start), "warning" or "error". A program that attaches has WAVECORE_LOG_LEVEL.
+        log_stats: log where the time of the loop goes, throughput, queue and cache every ten seconds, at any log_level.
+        torch_profiler_dir: folder for the traces of torch's profiler between start_profile() and stop_profile(). None
+            only tells Nsight Systems when to trace: `nsys profile --capture-range=cudaProfilerApi`.
+        nvtx: name the parts of each step in the timeline of a profiler (Nsight Systems), on a GPU.
         disable_tqdm: no progress bar while weights load.
-        address: None binds ipc sockets in the runtime directory; "tcp://HOST" binds two ports on that interface.
+        address: None binds ipc sockets in the runtime directory; "tcp://HOST:PORT" binds PORT and the next one on that
+            interface, for clients on other hosts, too; "tcp://HOST" two ports that are free, for those that read the
+            runtime directory.
         runtime_dir: folder of deployment.json, sockets and keys; None makes a fresh one. A named one may hold other
             files, which are never touched, and keeps its keys and allow-list for later starts.
         ready_timeout: seconds from start to ready.
@@ -109,7 +117,10 @@ class EngineConfig:
     max_holding_seconds: Annotated[float | None, ABOVE_ZERO] = None
     enforce_eager: bool = False
     cudagraph_capture_sizes: Annotated[list[int] | None, Bounds(1, 1 << 16)] = None
+    log_level: LogLevel = "warning"
     log_stats: bool = False
+    torch_profiler_dir: str | None = None
+    nvtx: bool = False
     disable_tqdm: bool = False
     address: str | None = None
     runtime_dir: str | None = None
@@ -144,5 +155,6 @@ class EngineConfig:
 MEMORY_ADVICE = "lower kv_cache_memory_gib, max_num_seqs or max_model_len, or give the machine or container more memory"
 SLOW_START_ADVICE = "raise ready_timeout"
 
-CHECKS = field_checks(EngineConfig, Checker(lambda name, reason: ConfigError(f"{name} {reason}")))
+OF_SETTING = Checker(lambda name, reason: ConfigError(f"{name} {reason}"))
+CHECKS = field_checks(EngineConfig, OF_SETTING)
 """Setting -> its check, which takes a value and what an error shall call it."""

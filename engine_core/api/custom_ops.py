@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wavecore.transport.errors import ConfigError
+from wavecore.transport.wire.checks import shown
 
 registered: dict[str, str] = {}
 """Kernel name -> "module:function"; `EngineConfig.custom_ops` of engines to come."""
@@ -27,11 +28,13 @@ def register_op(name: str, fn: Callable[..., Any]) -> None:
             runs on GPUs only, and by each engine on its own device and in its own dtype.
 
     Raises:
-        ConfigError: an engine process could not import `fn`.
-        ValueError: unknown name, or results that differ from the twin's in shape, dtype or value.
+        ConfigError: an unknown name, a function that an engine process could not import, or one whose results differ
+            from the twin's in shape, dtype or value.
     """
-    module, path = fn.__module__, fn.__qualname__
-    if module == "__main__" or getattr(sys.modules.get(module), path, None) is not fn:
+    module, path = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
+    if not isinstance(name, str) or not callable(fn):
+        raise ConfigError(f"name must be text and fn a function of a module, not {shown(name)} and {shown(fn)}")
+    if module == "__main__" or getattr(sys.modules.get(str(module)), path, None) is not fn:
         raise ConfigError(
             f"{module}.{path} cannot be imported by an engine process: put the function into a module of its own, "
             "next to the script, and import it from there"
@@ -43,7 +46,7 @@ def register_op(name: str, fn: Callable[..., Any]) -> None:
 
     try:
         ops.register_op(name, fn, torch.empty(0))
-    except DidNotRun:
-        if not torch.cuda.is_available():
-            raise
+    except ValueError as error:
+        if not isinstance(error, DidNotRun) or not torch.cuda.is_available():
+            raise ConfigError(f"register_op: {error}") from error
     registered[name] = f"{module}:{path}"

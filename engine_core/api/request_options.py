@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
 from wavecore.engine_core.api.fields import Bounds, WireFields, field_checks, make_plain
+from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import MAX_TOKEN_ID, OF_REQUEST
 
 MIN_SECONDS = 0.001
@@ -52,3 +53,9 @@ class RequestOptions(WireFields):
 
 
 _CHECKS = field_checks(RequestOptions, OF_REQUEST)
+
+
+def embedding_options(pooling: Literal["mean", "last"], timeout: float | None) -> RequestOptions:
+    if pooling is None:
+        raise ValidationError("pooling", "must be one of mean, last, not None")
+    return RequestOptions(pooling=pooling, timeout=timeout)

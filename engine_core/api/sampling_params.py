@@ -8,7 +8,7 @@ the wire, so the same bounds hold twice. Bounds that need the model's vocabulary
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from itertools import chain
 from typing import Annotated, Any, Self
 
@@ -16,6 +16,7 @@ from wavecore.engine_core.api.fields import Bounds, WireFields, field_checks, ma
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import MAX_TOKEN_ID, OF_REQUEST, shown
 
+MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKENS = 128
@@ -34,6 +35,7 @@ class SamplingParams(WireFields):
 
     Attributes:
         n: number of choices.
+        best_of: accepted as in older vLLM where it equals n, and not kept.
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches top_p (nucleus, arXiv 1904.09751).
@@ -57,7 +59,8 @@ class SamplingParams(WireFields):
         skip_special_tokens, spaces_between_special_tokens, detokenize: how the frontend renders text.
     """
 
-    n: Annotated[int, Bounds(1, 128)] = 1
+    n: Annotated[int, Bounds(1, MAX_N)] = 1
+    best_of: InitVar[int | None] = None
     temperature: Annotated[float, Bounds(0.0, 100.0)] = 1.0
     top_k: Annotated[int, Bounds(-1, (1 << 31) - 1)] = 0
     top_p: Annotated[float, Bounds(0.0, 1.0)] = 1.0
@@ -82,8 +85,11 @@ class SamplingParams(WireFields):
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, best_of: int | None) -> None:
         make_plain(self, _CHECKS)
+        if best_of is not None and OF_REQUEST.whole("best_of", best_of, 1, MAX_N) != self.n:
+            way_out = "ask for that many as n, with logprobs=0, and keep those of the highest cumulative_logprob"
+            raise ValidationError("best_of", f"must be n, {self.n}, not {best_of}; {way_out}")
         if self.top_p == 0.0:
             raise ValidationError("top_p", "must be above 0; for greedy decoding set temperature=0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -110,8 +116,8 @@ class SamplingParams(WireFields):
         self._put("bad_words", OF_REQUEST.texts("bad_words", bad, MAX_BAD_WORDS, MAX_STOP_LENGTH))
         if self.bad_words_token_ids is None:
             return
-        listed = OF_REQUEST.entries("bad_words", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
-        words = tuple([OF_REQUEST.token_ids("bad_words", word, MAX_STOP_LENGTH) for word in listed])
+        listed = OF_REQUEST.entries("bad_words_token_ids", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
+        words = tuple([OF_REQUEST.token_ids("bad_words_token_ids", word, MAX_STOP_LENGTH) for word in listed])
         if (size := sum(map(len, words))) > MAX_BAD_WORD_TOKENS:
             raise ValidationError("bad_words", f"{size} tokens in all are more than {MAX_BAD_WORD_TOKENS}")
         self._put("bad_words_token_ids", words or None)

@@ -21,10 +21,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from wavecore.engine_core.execution.attention_map import attention_map
 from wavecore.engine_core.execution.block_copies import BlockCopies
 from wavecore.engine_core.execution.device_state import EDITS, EMBEDS, POOLS, PROMPT_LOGPROBS, TRUNCATES, DeviceState
 from wavecore.engine_core.execution.graphs import Part, StepGraphs
+from wavecore.engine_core.execution.inspection import Profiler, attention_map
 from wavecore.engine_core.execution.out_of_memory import first_line, is_out_of_memory
 from wavecore.engine_core.execution.pending_step import Deferred, Launched
 from wavecore.engine_core.execution.pinned_copies import CopyOut, pinned_zeros, zeros
@@ -73,6 +73,7 @@ class ModelRunner:
         self.buckets = None if self.device.type == "cpu" else Buckets(max_num_batched_tokens, max_num_seqs, sizes)
         self.marks = False
         self.kv_cache = self.host_kv_cache = torch.empty(0)
+        self.profiler = Profiler(self.device, None)
 
     def allocate(self, num_blocks: int) -> None:
         """(Re)allocate the KV cache on the device. Graphs are captured anew.
@@ -266,6 +267,10 @@ class ModelRunner:
 
     def _marked(self, name: str) -> AbstractContextManager[None]:
         return torch.cuda.nvtx.range(name) if self.marks else nullcontext()
+
+    def profile(self, on: bool) -> None:
+        """Start tracing, or stop it."""
+        self.profiler.switch(on)
 
     def _time_swap(self) -> float:
         """Seconds to copy one block to the host: the best of three, the first being slow."""

@@ -151,6 +151,9 @@ class ScriptedRunner:
     def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:  # noqa: ARG002 (the interface)
         raise NotSupportedError("a scripted model has no attention")
 
+    def profile(self, on: bool) -> None:  # noqa: ARG002 (the interface)
+        raise NotSupportedError("a scripted model runs nothing that could be profiled")
+
     def run(self, plan: StepPlan) -> StepResult:
         """Apply the plan's events, write the KV of all rows, then read: like the layers of a model do."""
         self._transfer(plan.after)

@@ -31,6 +31,8 @@ class Stats:
         self._turns = 0
         self._requests = requests
         self._log = log
+        if log:
+            logger.setLevel(logging.INFO)  # asked for by name, whatever log_level says of the rest
         self._seconds = [0.0] * len(PHASES)
         self._logged = self._snapshot()
         self._log_at = 0.0

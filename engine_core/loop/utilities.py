@@ -1,4 +1,4 @@
-"""The closed set of methods that a client may call by name: questions to the engine, and its prefix cache forgotten."""
+"""The closed set of methods that a client may call by name: questions to the engine, its prefix cache, its profiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from wavecore.engine_core.loop.stats import Stats
-from wavecore.engine_core.plan import Runner
+from wavecore.engine_core.plan import I32, Runner
 from wavecore.engine_core.request import Request, State
 from wavecore.engine_core.scheduling import integrity
 from wavecore.engine_core.scheduling.requests import Requests
@@ -21,6 +21,7 @@ from wavecore.transport.wire.messages import TensorFrame
 from wavecore.transport.wire.tensors import from_numpy
 
 MAX_SHOWN = 1000  # requests in one answer, about half a megabyte
+LAST_TOKENS = 10  # of each request, shown to people
 
 
 class Utilities:
@@ -38,6 +39,7 @@ class Utilities:
             "stats": stats.report,
             "export_trace": stats.chrome_trace,
             "attention_map": self.attention_map,
+            "profile": runner.profile,
         }
 
     def call(self, method: str, args: Mapping[str, Any]) -> tuple[Any, list[TensorFrame]]:
@@ -89,6 +91,8 @@ class Utilities:
     def debug_requests(self, limit: int = MAX_SHOWN, offset: int = 0) -> list[dict[str, Any]]:
         """State, age and reason for waiting of a page of requests: running ones, then the queue in order.
 
+        What its keys mean stands in `LLM.debug_requests`.
+
         Args:
             limit: at most so many, up to MAX_SHOWN.
             offset: requests before the first that is shown.
@@ -98,7 +102,7 @@ class Utilities:
         requests = self._requests
         queue = requests.waiting.in_order()
         running = [request for request in requests.all() if not request.queued]
-        now, known = requests.clock(), requests.slots.known
+        now = requests.clock()
         return [
             {
                 "client": request.client.hex(),
@@ -108,15 +112,20 @@ class Utilities:
                 "age": now - request.arrival,
                 "priority": request.options.priority,
                 "prompt_tokens": request.num_prompt,
-                "output_tokens": int(known[request.slot] if request.slot >= 0 else len(request.tokens))
-                - request.num_prompt,
+                "output_tokens": len(self._tokens(request)) - request.num_prompt,
                 "cached_tokens": request.cached_tokens,
                 "blocks": len(request.blocks),
                 "host_blocks": len(request.host_blocks),
                 "preemptions": request.preemptions,
+                "last_token_ids": self._tokens(request)[-LAST_TOKENS:].tolist(),
             }
             for place, request in enumerate([*running, *queue][offset : offset + limit], offset)
         ]
+
+    def _tokens(self, request: Request) -> I32:
+        """All that are known."""
+        slots, slot = self._requests.slots, request.slot
+        return request.tokens if slot < 0 else slots.tokens[slot, : slots.known[slot]]
 
     def _reason(self, request: Request, ahead: int) -> str:
         """Why a request does not run; "" when it does. `ahead`: requests before it in the queue."""

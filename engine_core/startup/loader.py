@@ -10,6 +10,7 @@ from importlib import import_module
 import torch
 
 from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.execution.inspection import Profiler
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.models.decoder import Decoder
 from wavecore.engine_core.models.files import ModelSource, Progress
@@ -71,6 +72,7 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
         model = Decoder(spec, parameters, length)
         sizes = config.cudagraph_capture_sizes
         runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens, sizes)
+    runner.marks, runner.profiler = config.nvtx and device.type == "cuda", Profiler(device, config.torch_profiler_dir)
     allocate_kv_cache(runner, config)
     return runner
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.frontend.cli.generate import open_llm
+from wavecore.frontend.cli.generate import add_attach, open_llm
 from wavecore.frontend.cli.parser import CommandParser
 from wavecore.frontend.cli.workload import TOP, WORKLOADS, WorkItem, open_work, random_work, span
 from wavecore.frontend.llm import LLM
@@ -76,7 +76,7 @@ def run(args: Sequence[str]) -> int:
         print("usage: wavecore bench offline [--SETTING VALUE ...]", file=sys.stderr)
         return 0 if args and args[0] in ("-h", "--help") else 2
     parser = CommandParser("bench offline", "", "Measures one batch of requests; end-of-sequence is ignored.")
-    parser.option("attach", str, "", "runtime directory of a running engine to measure")
+    add_attach(parser)
     named = f"{', '.join(WORKLOADS)}, or a JSON file of requests; without it prompts are random"
     parser.option("workload", str, "", named)
     parser.option("num_prompts", int, 32, "random workload: how many")

@@ -35,14 +35,20 @@ def run(args: Sequence[str]) -> int:
 
 def add_input(parser: CommandParser) -> None:
     """Options of commands that talk to a model."""
-    parser.option("attach", str, "", "runtime directory of a running engine to use")
+    add_attach(parser)
     parser.option("system", str, "", "system message")
+
+
+def add_attach(parser: CommandParser) -> None:
+    """Options of commands that can use a running engine."""
+    parser.option("attach", str, "", "runtime directory of a running engine to use, or its tcp://HOST:PORT")
+    parser.option("key_file", str, None, "for such an address: a copy of keys/client.key in the engine's directory")
 
 
 def open_llm(values: Namespace) -> LLM:
     """The running engine that `--attach` names, or one of our own."""
     if values.attach:
-        return connect(values.attach)
+        return connect(values.attach, key_file=values.key_file, tokenizer=values.tokenizer)
     return LLM.from_config(settings(values))
 
 

@@ -1,14 +1,19 @@
 """The `wavecore` command: picks the subcommand and turns errors into one line and an exit code.
 
-Exit codes: 0 done, 2 usage or a setting, 3 a resource (port, memory), 4 the model's files, 5 the engine, 130 Ctrl-C.
+Exit codes: 0 done, also where the reader of the output left; 2 usage or a setting; 3 a resource (port, memory, file,
+the output); 4 the model's files; 5 the engine; 128 + N for signal N: 130 Ctrl-C, 143 SIGTERM. 1 is a fault of wavecore
+itself, with a traceback.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import FrameType
 
 from wavecore.transport.errors import WavecoreError
 from wavecore.transport.headroom import raise_descriptor_limit
@@ -23,35 +28,84 @@ COMMANDS = {
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code."""
-    args = list(sys.argv[1:] if args is None else args)
-    name = args[0] if args else "--help"
-    if name in ("-h", "--help", "help"):
-        print(_help())
-        return 0
-    if name in ("-V", "--version"):
-        print(f"wavecore {VERSION}")
-        return 0
-    if name not in COMMANDS:
-        from wavecore.frontend.compat import did_you_mean, refused  # slow to import, for the sake of a typo
+    """Run a command line; returns the exit code.
 
-        reason = refused("commands", name) or f"{name}: no such command{did_you_mean(name, COMMANDS, '')}"
-        print(f"wavecore: {reason}\n\n{_help()}", file=sys.stderr)
-        return 2
-    raise_descriptor_limit()
+    Args:
+        args: None takes this program's own, and its streams and signals with them.
+    """
+    if args is None:
+        _own_process()
+    name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
+    reason, code = "", 0
     try:
-        code: int = import_module(f"wavecore.{COMMANDS[name][0]}").run(args[1:])
+        code = _run(name, rest)
         sys.stdout.flush()
     except WavecoreError as error:
-        print(f"wavecore {name}: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
+        reason, code = str(error), error.exit_code
     except BrokenPipeError:  # the reader of our output left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        pass
+    except OSError as error:
+        reason, code = f"cannot use {error.filename or 'the output'}: {error.strerror or error}", 3
+    except KeyboardInterrupt:
+        if args is None:
+            signal.signal(signal.SIGINT, _end_at_once)
+        reason, code = "interrupted", 130
+    if reason:
+        with contextlib.suppress(OSError):
+            print(f"wavecore {name}: {reason}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # what it still holds is lost, and the interpreter shall not stumble over that
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
+
+
+def _run(name: str, args: Sequence[str]) -> int:
+    if name in COMMANDS:
+        try:
+            return int(import_module(f"wavecore.{COMMANDS[name][0]}").run(args))
+        except SystemExit as end:  # --help, or a signal
+            return int(end.code or 0)
+    if name in ("-h", "--help", "help", "-V", "--version"):
+        print(f"wavecore {VERSION}" if name in ("-V", "--version") else _help())
+        return 0
+    from wavecore.frontend.compat import did_you_mean, refused  # slow to import, for the sake of a typo
+
+    reason = refused("commands", name) or f"{name}: no such command{did_you_mean(name, COMMANDS, '')}"
+    print(f"wavecore: {reason}\n\n{_help()}", file=sys.stderr)
+    return 2
+
+
+def _own_process() -> None:
+    """Streams that are there and show any text, signals that end the program in order, and all descriptors allowed."""
+    raise_descriptor_limit()
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed: the next file to be opened would take its place
+            # What is printed for nobody may vanish; an answer may not, so that writing it fails.
+            os.dup2(os.open(os.devnull, os.O_WRONLY if name == "stderr" else os.O_RDONLY), number)
+            stream = os.fdopen(number, "w" if number else "r")
+            setattr(sys, name, stream)
+        os.set_blocking(number, True)
+        stream.reconfigure(errors="backslashreplace" if number else "surrogateescape")
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # else nobody learns how an engine ended
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for stop in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(stop) is signal.SIG_DFL:
+            signal.signal(stop, _end)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    """Leave as Ctrl-C does; at once when told so again."""
+    signal.signal(number, _end_at_once)
+    with contextlib.suppress(OSError):
+        os.write(2, f"wavecore: ended by {signal.Signals(number).name}\n".encode())
+    sys.exit(128 + number)
+
+
+def _end_at_once(number: int, _frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 def _help() -> str:

@@ -79,8 +79,9 @@ class CommandParser:
         if own["help"]:
             print(self._help())
             sys.exit(0)
-        if own.get("attach") and (flagged or own["config"]):
-            name = _flag(next(iter(flagged), "config"))
+        theirs = [name for name in (*flagged, "config") if name != "tokenizer" and (name in flagged or own["config"])]
+        if own.get("attach") and theirs:
+            name = _flag(theirs[0])
             raise ConfigError(f"{name} is for an engine that is started; the one of --attach has its settings already")
         merged = {**SETTINGS, **_read_file(own["config"]), **compat.from_environment(), **flagged}
         if own["print_config"]:
@@ -146,7 +147,7 @@ class CommandParser:
         read, what = KINDS[self._options[name][0]]
         try:
             return read(text)
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, RecursionError):
             raise ConfigError(f"{_flag(name)} must be {what}, not {text!r:.80}") from None
 
     def _help(self) -> str:
@@ -171,7 +172,7 @@ def _explain(group: Any, name: str, kind: Any, about: str) -> None:
 def _read_file(path: str) -> dict[str, Any]:
     """Settings of a YAML file, in any spelling that flags may have; none without a path."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) if path else None
+        content = compat.read_yaml(Path(path).read_text(encoding="utf-8")) if path else None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping | None):

@@ -35,6 +35,7 @@ from wavecore.transport.errors import EngineDead, Overloaded, RequestError, Star
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.io.connection import ClientFailed, Disconnected, EngineEvent, Reconnected
 from wavecore.transport.processes import deployment
+from wavecore.transport.processes.deployment import Address
 from wavecore.transport.wire.messages import Dead, Heartbeat, Ready, Result, Step
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class EngineClient:
     """A client of every engine of a deployment.
 
     Args:
-        runtime_dir: where deployment.json lies.
+        runtime_dir: where deployment.json lies, or an address in its place.
         timeout: seconds until the first engine must have answered.
         version: told to the engines.
 
@@ -58,8 +59,8 @@ class EngineClient:
         ResourceError: too few descriptors or threads.
     """
 
-    def __init__(self, runtime_dir: str | Path, *, timeout: float = 30.0, version: str) -> None:
-        self._runtime_dir = Path(runtime_dir)
+    def __init__(self, runtime_dir: str | Path | Address, *, timeout: float = 30.0, version: str) -> None:
+        self._runtime_dir = runtime_dir if isinstance(runtime_dir, Address) else Path(runtime_dir)
         found = deployment.read(self._runtime_dir)
         self._engines = {entry.index: RemoteEngine(entry.index) for entry in found.engines}
         self._closed = ""  # why nothing can be sent any more
@@ -267,5 +268,5 @@ class EngineClient:
                     raise self._refused
                 self.check_open()
         except queue.Empty:
-            silent = f"no engine of {self._runtime_dir} answered within {timeout} s; is it overloaded?"
-            raise StartError(silent) from None
+            silent = f"no engine of {self._runtime_dir} answered within {timeout:g} s"
+            raise StartError(f"{silent}; is it overloaded, or has it another key?") from None

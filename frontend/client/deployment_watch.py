@@ -16,7 +16,7 @@ from wavecore.transport.curve import CurveClient
 from wavecore.transport.errors import EngineDead, StartError, WavecoreError
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.processes import deployment
-from wavecore.transport.processes.deployment import Deployment, EngineEntry
+from wavecore.transport.processes.deployment import Address, Deployment, EngineEntry
 
 LOOK_SECONDS = 0.25
 BROKEN_LOOK_SECONDS = 0.01  # the supervisor tells within milliseconds why an engine died
@@ -35,7 +35,7 @@ class DeploymentWatch:
 
     def __init__(
         self,
-        runtime_dir: Path,
+        runtime_dir: Path | Address,
         engines: Mapping[int, RemoteEngine],
         pump: ClientPump,
         on_down: Callable[[RemoteEngine, bytes, EngineDead, EngineState], None],
@@ -143,6 +143,8 @@ class DeploymentWatch:
         """Talk to an engine where it listens now: over tcp its port may have been taken while it was down."""
         addresses = entry.input, entry.output
         if entry.input and addresses != self._addresses.get(entry.index):
-            curve = CurveClient.load(self._runtime_dir / "keys", entry.server_key) if entry.server_key else None
+            where = self._runtime_dir
+            keys = where.key_file if isinstance(where, Address) else where / "keys" / "client.key"
+            curve = CurveClient.load(keys, entry.server_key) if entry.server_key else None
             self._pump.connect(entry.index, *addresses, curve)
             self._addresses[entry.index] = addresses

@@ -64,7 +64,7 @@ def embeds_frame(embeds: Any, hidden_size: int) -> TensorFrame:
     """prompt_embeds as a dense frame.
 
     Args:
-        embeds: numpy array or torch tensor, float32, float16 or bfloat16, [n, hidden_size].
+        embeds: numpy array or torch tensor of floats, [n, hidden_size]; those of 64 bits are rounded to 32.
 
     Raises:
         ValidationError: another shape or type, or values that are not finite.
@@ -76,17 +76,20 @@ def embeds_frame(embeds: Any, hidden_size: int) -> TensorFrame:
         embeds = embeds.detach().cpu().contiguous()
         bits16 = str(embeds.dtype) == "torch.bfloat16"
         embeds = (embeds.float() if bits16 else embeds).numpy()
-    array = np.asarray(embeds)
+    try:
+        array = np.asarray(embeds)
+    except ValueError as error:  # lists of different lengths
+        raise ValidationError("prompt_embeds", f"must be an array: {error}") from error
     if array.ndim == 3 and array.shape[0] == 1:
         array = array[0]
-    fits = array.ndim == 2 and array.shape[1] == hidden_size and len(array)
-    if array.dtype not in (np.float32, np.float16) or not fits:
-        raise ValidationError(
-            "prompt_embeds", f"must be floats of shape [n, {hidden_size}], not {array.dtype} {list(array.shape)}"
-        )
+    if array.dtype not in (np.float64, np.float32, np.float16):
+        raise ValidationError("prompt_embeds", f"must be floats, not {array.dtype}; convert them to float32")
+    if array.ndim != 2 or array.shape[1] != hidden_size or not len(array):
+        raise ValidationError("prompt_embeds", f"must have the shape [n, {hidden_size}], not {list(array.shape)}")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
     if not np.isfinite(array).all():
-        raise ValidationError("prompt_embeds", "holds values that are not finite")
-    array = array.astype(np.float32)
+        raise ValidationError("prompt_embeds", "holds values that are not finite as float32")
     if bits16:  # every value is a bfloat16 already: its upper half is exact
         return from_numpy((array.view(np.uint32) >> 16).astype(np.uint16), dtype="bfloat16")
     return from_numpy(array)

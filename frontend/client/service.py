@@ -32,6 +32,8 @@ from wavecore.frontend.text.template_process import PROCESSES
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tokenizer
 from wavecore.transport.errors import ModelError, NotSupportedError, RequestTimeout, ValidationError, WavecoreError
+from wavecore.transport.processes import logs
+from wavecore.transport.processes.deployment import Address
 from wavecore.transport.processes.supervisor import ChildSpec, Limits, Supervisor
 from wavecore.transport.version import VERSION
 from wavecore.transport.wire.checks import OF_REQUEST
@@ -50,10 +52,12 @@ class Service:
     Attributes:
         resolved: what the engine said at ready.
         tokenizer: None with skip_tokenizer_init.
-        runtime_dir: others attach to it with `connect`.
+        runtime_dir: others attach to it with `connect`; or the address that stands in its place.
     """
 
-    def __init__(self, runtime_dir: Path, supervisor: Supervisor | None, timeout: float) -> None:
+    def __init__(
+        self, runtime_dir: Path | Address, supervisor: Supervisor | None, timeout: float, tokenizer: Path | None = None
+    ) -> None:
         self.runtime_dir = runtime_dir
         self._supervisor = supervisor
         self._numbers = itertools.count()
@@ -63,7 +67,7 @@ class Service:
             self.resolved = self.client.resolved
             self.vocab_size = int(self.resolved["vocab_size"])
             self.max_model_len = int(self.resolved["max_model_len"])
-            self.tokenizer = _tokenizer(self.resolved)
+            self.tokenizer = _tokenizer(self.resolved, tokenizer)
         except BaseException:
             self.client.close()
             raise
@@ -170,7 +174,7 @@ class Service:
         queue = int(self.resolved["max_num_queued_reqs"])
         if params.n > queue:
             raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")
-        if resume and params.n > 1:
+        if OF_REQUEST.flag("resume", resume) and params.n > 1:
             raise NotSupportedError("resume=True with n > 1; send the choices as requests of their own")
         if prompt.cache_salt is not None:
             options = replace(options, cache_salt=prompt.cache_salt)
@@ -264,7 +268,8 @@ def _settled(make: Callable[[], Prompt]) -> Prompt:
 
 
 def make_supervisor(config: EngineConfig) -> Supervisor:
-    """A supervisor of one engine process, not started yet."""
+    """A supervisor of one engine process, not started yet. From here on this program logs at the engine's level."""
+    logs.show(config.log_level)
     # What a custom op's module is imported by: the paths of this program.
     paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
     engine = ChildSpec("engine 0", "wavecore.engine_core", config.to_json(), paths, MEMORY_ADVICE, SLOW_START_ADVICE)
@@ -276,8 +281,8 @@ def make_supervisor(config: EngineConfig) -> Supervisor:
     )
 
 
-def _tokenizer(resolved: Mapping[str, Any]) -> Tokenizer | None:
-    path = resolved.get("tokenizer") or resolved.get("model_path")
+def _tokenizer(resolved: Mapping[str, Any], own: Path | None) -> Tokenizer | None:
+    path = own or resolved.get("tokenizer") or resolved.get("model_path")
     if resolved.get("skip_tokenizer_init") or not path:  # a scripted model has no files
         return None
     return load_tokenizer(path)

@@ -1,17 +1,30 @@
-"""Looks into a running engine: calls to all engines, the table of its memory, the attention map as a PNG."""
+"""Looks into running engines: their requests, times, memory and health, traces, the attention map as a PNG."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import struct
+import sys
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
+from wavecore.frontend.client.service import Service
+from wavecore.frontend.prompts import PromptType, as_prompt
+from wavecore.transport.errors import ValidationError
+from wavecore.transport.wire.checks import OF_REQUEST
+from wavecore.transport.wire.tensors import to_numpy
 
+P = ParamSpec("P")
+R = TypeVar("R")
 F32 = npt.NDArray[np.float32]
 LEAST_PIXELS = 512
 # Dark to bright at even steps, near viridis
@@ -27,6 +40,144 @@ def call_all(client: EngineClient, method: str, **args: Any) -> list[Any]:
     """
     futures = [client.call(method, args, engine=index) for index in client.engines]
     return [future.result().value for future in futures]
+
+
+class Inspection:
+    """What `LLM` offers to look into its engines; `AsyncLLM` makes coroutines of it.
+
+    Raises:
+        EngineDead, RequestTimeout: an engine did not answer within a minute.
+    """
+
+    _service: Service
+
+    def check_health(self) -> None:
+        """Raises:
+        EngineDead: no engine takes requests; with the cause.
+        """
+        self._service.client.check_health()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes, for instance after a change of weights."""
+        return all(call_all(self._service.client, "reset_prefix_cache"))
+
+    def debug_requests(self, limit: int = 1000, offset: int = 0) -> list[dict[str, Any]]:
+        """A page of the requests in each engine: those that hold a slot, then the queue in order.
+
+        Args:
+            limit: at most so many of an engine, up to 1,000.
+            offset: requests before the first that is shown.
+
+        Returns:
+            One dictionary a choice of a request:
+                client, handle: its name on the wire; the client's in hex.
+                state: "waiting" or "preempted" (queued), "forking" (waits for the prompt of the first choice),
+                    "loading" (its blocks come from the host), "running", or "draining" (preempted in this moment).
+                reason: why it does not run; "" when it does.
+                age: seconds since it arrived.
+                priority: as it was given.
+                prompt_tokens, output_tokens: how many tokens.
+                cached_tokens: of the prompt, found in the prefix cache.
+                blocks, host_blocks: KV blocks held on the device and on the host.
+                preemptions: how often its blocks were taken.
+                last_token_ids: its last ten tokens, of prompt and output together.
+        """
+        pages = call_all(self._service.client, "debug_requests", limit=limit, offset=offset)
+        return [row for page in pages for row in page]
+
+    debug_sequence_states = debug_requests
+
+    def step_stats(self) -> list[dict[str, Any]]:
+        """What each engine has done since its start, and its load now.
+
+        Returns:
+            One dictionary an engine:
+                steps: of the model.
+                prompt_tokens, output_tokens: computed, and drawn.
+                preemptions: times that a request lost its blocks to another.
+                recomputed_tokens, swapped_tokens: tokens that were computed again, or moved to the host, for that.
+                finished: choices that ended.
+                schedule_seconds, launch_seconds, wait_seconds, update_seconds: time in each phase of the loop: plan a
+                    step, queue it on the device, wait for its tokens, hand them out. On a CPU `wait` computes.
+                schedule_share, ...: the same as parts of their sum, 0 to 1.
+                cache_queries, cache_hits: prompt tokens looked up and found in the prefix cache; hit_rate: their ratio.
+                running, waiting: choices that hold a slot, and that are queued.
+                cache_usage: part of the KV blocks that is in use, 0 to 1.
+        """
+        return call_all(self._service.client, "stats")
+
+    def print_memory_stats(self) -> None:
+        """Print a table of what each engine's memory holds."""
+        for index, stats in enumerate(call_all(self._service.client, "memory_stats")):
+            sys.stdout.write(memory_table(index, stats) + "\n")
+
+    def export_trace(self, path: str | Path = "trace.json") -> dict[str, Any]:
+        """The last thousand turns of each engine's loop, as a Chrome trace (https://ui.perfetto.dev, chrome://tracing).
+
+        Args:
+            path: the file to write.
+
+        Returns:
+            What the file holds: {"traceEvents": [...]}. A turn has an event a phase, see `step_stats`, whose `args` are
+            the step's rows and tokens, and a counter of the load. Times are microseconds; `pid` is the engine.
+        """
+        file = OF_REQUEST.path("path", path)
+        traces = call_all(self._service.client, "export_trace")
+        events = [{**event, "pid": index} for index, trace in enumerate(traces) for event in trace["traceEvents"]]
+        found = {"traceEvents": events, "displayTimeUnit": "ms"}
+        file.write_text(json.dumps(found), encoding="utf-8")
+        return found
+
+    def start_profile(self) -> None:
+        """Trace what the engines run, until `stop_profile`.
+
+        With the setting `torch_profiler_dir` torch's profiler does, into that folder; without it, Nsight Systems
+        (`nsys profile --capture-range=cudaProfilerApi`).
+
+        Raises:
+            NotSupportedError: a CPU without `torch_profiler_dir`.
+            ValidationError: a profile runs already.
+        """
+        call_all(self._service.client, "profile", on=True)
+
+    def stop_profile(self) -> None:
+        """End what `start_profile` began; a trace is written by then, for https://ui.perfetto.dev.
+
+        Raises:
+            ValidationError: no profile runs.
+        """
+        call_all(self._service.client, "profile", on=False)
+
+    def visualize_attention(self, prompt: PromptType, layer: int, head: int, path: str | Path = "attention.png") -> F32:
+        """Attention of one head over a prompt, as a PNG heat map and as numbers.
+
+        Args:
+            prompt: at most 2,048 tokens. To see how an answer was drawn, give prompt and answer as one prompt.
+            layer, head: numbers from 0.
+            path: the file to write; rows are queries, columns keys.
+
+        Returns:
+            float32 [n, n] of probabilities; row i sums to 1 over columns 0..i.
+        """
+        file = OF_REQUEST.path("path", path)
+        request = self._service.prepare(as_prompt(prompt), SamplingParams(max_tokens=0))
+        if request.prompt_embeds is not None:
+            raise ValidationError("prompt", "must be text or token ids")
+        places = {name: OF_REQUEST.whole(name, at, 0, 1 << 16) for name, at in (("layer", layer), ("head", head))}
+        answer = self._service.client.call("attention_map", {"prompt": request.prompt.tolist(), **places}).result()
+        weights = to_numpy(answer.frames[0]).astype(np.float32)
+        file.write_bytes(png(heat_map(weights)))
+        return weights
+
+
+def beside_loop(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """A method that waits as a coroutine, which waits in one of asyncio's worker threads."""
+
+    @wraps(method)
+    async def waits(self: Any, /, *args: P.args, **options: P.kwargs) -> R:
+        return await asyncio.to_thread(method, self, *args, **options)
+
+    return waits
 
 
 def memory_table(index: int, stats: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from inspect import isroutine
 from typing import Any
 
+from wavecore.engine_core.api.fields import field_checks, make_plain
 from wavecore.transport.errors import NotSupportedError, ValidationError
 from wavecore.transport.wire.checks import OF_REQUEST, shown
 
@@ -42,6 +43,12 @@ class ChatOptions:
     continue_final_message: bool = False
     tools: Tools = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        make_plain(self, _CHECKS)
+
+
+_CHECKS = field_checks(ChatOptions, OF_REQUEST)
 
 
 def plain_conversation(messages: Any, tools: Any, variables: Any) -> dict[str, Any]:

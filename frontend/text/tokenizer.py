@@ -119,7 +119,8 @@ class Tokenizer:
             raise NotSupportedError(
                 f"{self.origin} has no chat template; give one as chat_template=, or use generate() with a whole prompt"
             )
-        conversation = plain_conversation(messages, options.tools, options.chat_template_kwargs or {})
+        variables = {} if options.chat_template_kwargs is None else options.chat_template_kwargs
+        conversation = plain_conversation(messages, options.tools, variables)
         special, continues = self._special_text, options.continue_final_message
         try:
             seen = json.dumps([conversation, template.source], ensure_ascii=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import UserDict
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -17,8 +18,10 @@ from tests.e2e.conftest import HELLO
 from tests.support.chat_templates import DIVIDES, HANGS, template_processes
 
 from wavecore import (
+    LLM,
     AsyncLLM,
     EngineDead,
+    NotSupportedError,
     OutputKind,
     RequestOutput,
     RequestTimeout,
@@ -257,3 +260,24 @@ async def test_a_chat_after_shutdown_is_a_typed_error(hello_model: dict[str, str
         process.kill()
     with pytest.raises((ValidationError, ResourceError), match=r"crashed|did not start"):
         await running
+
+
+async def test_looks_into_the_engine(llm: AsyncLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The methods of `LLM`, as coroutines."""
+    stream = llm.generate([9, 8, 7], LONG)
+    await anext(stream)
+    [row] = await llm.debug_requests()
+    assert (row["state"], row["prompt_tokens"]) == ("running", 3)
+    assert len(row["last_token_ids"]) == min(10, 3 + row["output_tokens"])
+    assert await llm.debug_sequence_states()
+    await stream.aclose()
+    assert (await llm.step_stats())[0]["steps"] > 0
+    await llm.print_memory_stats()
+    assert "process" in capsys.readouterr().out
+    trace = await llm.export_trace(tmp_path / "trace.json")
+    assert trace["traceEvents"] == json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    with pytest.raises(NotSupportedError, match="nothing that could be profiled"):
+        await llm.start_profile()
+    with pytest.raises(NotSupportedError, match="no attention"):
+        await llm.visualize_attention([5], 0, 0, tmp_path / "x.png")
+    assert AsyncLLM.debug_requests.__doc__ == LLM.debug_requests.__doc__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.scripted_model import EOS, ids_of, write_model
+from tests.support.waiting import two_free_ports
 
 from wavecore import SamplingParams, connect
 
@@ -100,6 +102,19 @@ def test_engine_serves_others_and_ends_on_a_signal(flags: list[str]) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert not Path(runtime_dir).exists()
+
+
+def test_attach_to_an_address(flags: list[str], tmp_path: Path) -> None:
+    address = f"tcp://127.0.0.1:{two_free_ports()}"
+    with engine([*flags, "--address", address]) as (process, runtime_dir):
+        assert process.stdout is not None
+        told = process.stdout.readline() + process.stdout.readline()
+        assert f"from other hosts: wavecore chat --attach {address} --key-file" in told
+        key = shutil.copy(Path(runtime_dir, "keys", "client.key"), tmp_path)
+        done = run("generate", "hi", "--attach", address, "--key-file", key, "--tokenizer", flags[3])
+        assert done.stdout == "Paris, of course.\n", done.stderr
+        done = run("generate", "hi", "--attach", address)
+        assert (done.returncode, "key_file is for an address" in done.stderr) == (2, True)
 
 
 def test_bench_offline(flags: list[str], tmp_path: Path) -> None:

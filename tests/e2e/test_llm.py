@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -155,6 +158,27 @@ def test_cache_and_debug_calls(llm: LLM, capsys: pytest.CaptureFixture[str]) -> 
     assert llm.step_stats()[0]["steps"] > 0
     llm.print_memory_stats()
     assert "MiB" in capsys.readouterr().out
+    llm.check_health()
+
+
+def test_what_debug_requests_and_step_stats_say_is_documented(llm: LLM) -> None:
+    stream = llm.stream(list(range(5, 20)), SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    next(stream)
+    [row] = llm.debug_sequence_states()
+    stream.close()
+    assert len(row["last_token_ids"]) == 10
+    for documented, found in ((LLM.debug_requests, row), (LLM.step_stats, llm.step_stats()[0])):
+        words = set(re.findall(r"\w+", inspect.getdoc(documented) or ""))
+        assert {name for name in found if not name.endswith("_share")} <= words
+
+
+def test_a_chrome_trace(llm: LLM, tmp_path: Path) -> None:
+    llm.generate([5, 6], GREEDY, use_tqdm=False)
+    found = llm.export_trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text()) == found
+    phases = {event["name"] for event in found["traceEvents"] if event["ph"] == "X"}
+    assert phases == {"schedule", "launch", "wait", "update"}
+    assert {event["pid"] for event in found["traceEvents"]} == {0}
 
 
 def test_embed(llm: LLM) -> None:

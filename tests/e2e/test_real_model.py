@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.support.checkpoints import load_reference, make_config, save_model
 from tests.support.tokenizers_for_tests import write_folder
 
-from wavecore import LLM, ConfigError, SamplingParams, ValidationError, register_op
+from wavecore import LLM, ConfigError, NotSupportedError, SamplingParams, ValidationError, register_op
 from wavecore.engine_core.api import custom_ops
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -82,6 +82,29 @@ def test_visualize_attention(llm: LLM, llama_with_text: Path, tmp_path: Path) ->
     for layer, head in ((99, 0), (0, 99), (-1, 0)):
         with pytest.raises(ValidationError):
             llm.visualize_attention(ids, layer=layer, head=head, path=tmp_path / "map.png")
+    with pytest.raises(ValidationError, match="prompt: must be text or token ids"):
+        embeds = np.zeros((3, int(llm._service.resolved["hidden_size"])), np.float32)
+        llm.visualize_attention({"prompt_embeds": embeds}, layer=0, head=0, path=tmp_path / "map.png")
+    longest = [5] * int(llm._service.resolved["max_model_len"])
+    assert llm.visualize_attention(longest, 0, 0, tmp_path / "map.png").shape == (len(longest), len(longest))
+
+
+def test_profile_on_a_cpu(llm: LLM, llama_with_text: Path, tmp_path: Path) -> None:
+    """torch's profiler into a folder; without one there is nothing that could listen on a CPU."""
+    with pytest.raises(NotSupportedError, match="give torch_profiler_dir=FOLDER at start"):
+        llm.start_profile()
+    folder = tmp_path / "traces"
+    settings = {"max_num_seqs": 8, "max_model_len": 128, "kv_cache_memory_gib": 0.01}
+    with LLM(llama_with_text, torch_profiler_dir=str(folder), nvtx=True, **settings) as other:
+        with pytest.raises(ValidationError, match=r"start_profile\(\) first"):
+            other.stop_profile()
+        other.start_profile()
+        with pytest.raises(ValidationError, match=r"runs already; stop_profile\(\) first"):
+            other.start_profile()
+        other.generate([5, 6], GREEDY, use_tqdm=False)
+        other.stop_profile()
+    [trace] = folder.glob("*.pt.trace.json")
+    assert "aten::" in trace.read_text()
 
 
 def test_memory_table(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,9 +124,9 @@ def test_own_kernel_is_checked_and_used_in_the_engine(
     import my_kernels  # type: ignore[import-not-found]
 
     try:
-        with pytest.raises(ValueError, match="silu_mul"):
+        with pytest.raises(ConfigError, match="silu_mul"):
             register_op("silu_mul", my_kernels.wrong)
-        with pytest.raises(ValueError, match="there is no operation"):
+        with pytest.raises(ConfigError, match="there is no operation"):
             register_op("no_such_op", my_kernels.silu_mul)
         with pytest.raises(ConfigError, match="module of its own"):
             register_op("silu_mul", lambda x: x)

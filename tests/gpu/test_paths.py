@@ -14,6 +14,7 @@ from tests.support.checkpoints import make_config, save_model
 from tests.support.model_engine import ModelEngine, Output
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.messages import FinishReason
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=10, ignore_eos=True)
@@ -84,6 +85,23 @@ def test_attention_map(small_llama: Path, layer: int, head: int) -> None:
     ]
     np.testing.assert_allclose(maps[1], maps[0], atol=1e-4)
     np.testing.assert_allclose(maps[1].sum(1), 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_profiles_and_ranges(small_llama: Path, tmp_path: Path, traced: bool) -> None:
+    """torch's profiler sees the kernels; without a folder an outer profiler is told, which is none here."""
+    folder = str(tmp_path) if traced else None
+    engine = ModelEngine(small_llama, device="cuda", nvtx=True, torch_profiler_dir=folder, **SETTINGS)
+    for _ in range(2):
+        engine.runner.profile(True)
+        engine.add(prompt(20), GREEDY)
+        engine.run()
+        engine.runner.profile(False)
+    traces = [path.read_text() for path in tmp_path.glob("*.pt.trace.json")]
+    assert len(traces) == 2 * traced
+    assert all('"cat": "kernel"' in trace for trace in traces)
+    with pytest.raises(ValidationError, match=r"start_profile\(\) first"):
+        engine.runner.profile(False)
 
 
 def test_a_row_of_nan_fails_alone(tmp_path: Path) -> None:

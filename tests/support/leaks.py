@@ -46,8 +46,12 @@ def _children() -> set[psutil.Process]:
 
 
 def _threads() -> set[threading.Thread]:
-    """Those that run. One that Python did not start is listed for ever: the system knows whether it does."""
-    return {thread for thread in threading.enumerate() if Path(f"/proc/self/task/{thread.native_id}").exists()}
+    """Those that run. One that Python did not start is listed for ever: the system knows whether it does.
+
+    Not the workers of asyncio, which live as long as their loop.
+    """
+    running = [thread for thread in threading.enumerate() if Path(f"/proc/self/task/{thread.native_id}").exists()]
+    return {thread for thread in running if not thread.name.startswith("asyncio_")}
 
 
 def _files(folder: Path) -> set[Path]:

@@ -11,11 +11,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
-from wavecore.transport.errors import ProtocolError, StartError
+from wavecore.transport.addresses import engine_ports
+from wavecore.transport.curve import KeyPair
+from wavecore.transport.errors import ConfigError, ProtocolError, StartError
 from wavecore.transport.processes.runtime_dir import LOCK, is_held
 from wavecore.transport.small_files import read_small
 from wavecore.transport.wire.checks import MAX_TEXT, Checker, shown, table
@@ -24,7 +26,7 @@ FILE = "deployment.json"
 SCRATCH = f".{FILE}"
 MAX_BYTES = 1 << 24
 MAX_ENTRIES = 1024  # of engines, and of lines in a log's tail
-_CHECKS = Checker(lambda name, reason: ProtocolError(f"{name} {reason}"))
+_CHECKS = Checker(lambda name, reason: ProtocolError(f"{name} {reason}"), any_text=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +163,31 @@ def write(runtime_dir: Path, deployment: Deployment) -> None:
     scratch.rename(runtime_dir / FILE)
 
 
-def read(runtime_dir: str | Path) -> Deployment:
-    """The deployment in a runtime directory.
+class Address(NamedTuple):
+    """In place of a runtime directory: "tcp://HOST:PORT" of an engine on another host, and a copy of `client.key`."""
+
+    url: str
+    key_file: Path
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def read(runtime_dir: str | Path | Address) -> Deployment:
+    """The deployment in a runtime directory; at an address, what can be known of it from afar.
 
     Raises:
         StartError: there is none, or the file is not one of ours.
+        ConfigError: such an address, or its key file, cannot be.
     """
+    if isinstance(runtime_dir, Address):
+        first, second = engine_ports(runtime_dir.url)
+        if first.endswith(":0"):
+            raise ConfigError(f"address {runtime_dir}: name the port, too, as tcp://HOST:PORT")
+        server = KeyPair.load(runtime_dir.key_file).server.decode()
+        if not server:
+            raise ConfigError(f"key file {runtime_dir.key_file} lacks the engine's key: copy its keys/client.key again")
+        return Deployment("ready", 0, (EngineEntry(0, "ready", input=first, output=second, server_key=server),))
     path = Path(runtime_dir) / FILE
     try:
         deployment = Deployment.from_json(read_small(path, MAX_BYTES))
@@ -190,12 +211,14 @@ def read(runtime_dir: str | Path) -> Deployment:
     return replace(deployment, state="dead", engines=engines)
 
 
-def why_dead(runtime_dir: str | Path, index: int, epoch: bytes) -> Cause | None:
+def why_dead(runtime_dir: str | Path | Address, index: int, epoch: bytes) -> Cause | None:
     """The cause of death of the life `epoch` of an engine; None while nothing says that it is over.
 
     For a client whose connection broke. The supervisor writes the cause within milliseconds, but maybe after the
     client noticed: look again.
     """
+    if isinstance(runtime_dir, Address):  # nobody tells there; a new life answers for itself
+        return None
     try:
         entry = next((e for e in read(runtime_dir).engines if e.index == index), None)
     except StartError:

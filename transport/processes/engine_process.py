@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wavecore.transport.addresses import engine_ports
 from wavecore.transport.errors import ProtocolError, RequestError, StartError, WavecoreError, from_code
 from wavecore.transport.processes.child import STACKS_SIGNAL
 from wavecore.transport.processes.deployment import Cause, EngineEntry, from_plain, parse_json
@@ -75,7 +76,7 @@ class EngineProcess:
         index: of the engine.
         spec: what to run.
         runtime_dir: folder of the deployment.
-        address: None for ipc, or "tcp://HOST".
+        address: None for ipc, or "tcp://HOST", or "tcp://HOST:PORT".
         server_key: CURVE public key, empty on ipc.
         limits: how long things may take.
         selector: gets this child's descriptors, with the method to call as data.
@@ -200,7 +201,7 @@ class EngineProcess:
         self._child = self._stall = self._ready_by = None
         cause = self._cause(child, returncode)
         if self._stopping:
-            self.entry = replace(self.entry, state="stopped", cause=None if returncode == 0 else cause)
+            self.entry = replace(self.entry, state="stopped", cause=cause if returncode else None)
         else:
             self._died(cause)
 
@@ -248,17 +249,20 @@ class EngineProcess:
         self._child.signal(STACKS_SIGNAL)
         self._kill_at = time.monotonic()
 
-    def _cause(self, child: Child, returncode: int) -> Cause:
+    def _cause(self, child: Child, returncode: int | None) -> Cause:
         tail = tuple(self._pipes[1][0].tail)
         cause = self._reported or self._kill_reason
         if cause is None:
-            kind = "signal" if returncode < 0 else "exit"
+            kind = "signal" if returncode and returncode < 0 else "exit"
             message = explain_end(self._spec, child.pid, returncode, tail, child.oom_kills)
             cause = Cause(kind, message, self._phase)
-        return replace(cause, signal=max(0, -returncode), status=max(-1, returncode), log_tail=tail)
+        code = -1 if returncode is None else returncode
+        return replace(cause, signal=max(0, -(returncode or 0)), status=max(-1, code), log_tail=tail)
 
     def _bind(self, which: str) -> str:
-        return f"{self._address}:0" if self._address else f"ipc://{self._dir}/{socket_name(self.entry.index, which)}"
+        if self._address:
+            return engine_ports(self._address, self.entry.index)[which == "out"]
+        return f"ipc://{self._dir}/{socket_name(self.entry.index, which)}"
 
 
 def socket_name(index: int, end: str) -> str:

@@ -20,21 +20,28 @@ FORMAT = "%(asctime)s %(levelname)s [%(process)d {process}] %(name)s: %(message)
 MAX_LINE = 4096  # characters
 
 
-def set_up(process: str, level: int = logging.INFO) -> LineWriter:
-    """Log this whole process to stderr and name it, for programs of ours; libraries' users keep their own set-up.
+def set_up(process: str) -> None:
+    """Log warnings and errors of this whole process to stderr and name it, for programs of ours.
 
     Args:
         process: "engine 0", "client", ...; part of each line and of the title in `ps`.
-
-    Returns:
-        The writer; close it before the process ends, so that the last lines are out.
     """
     setproctitle.setproctitle(f"wavecore {process}")
-    writer = LineWriter(lambda: sys.stderr)
-    handler = _LineHandler(writer)
-    handler.setFormatter(logging.Formatter(FORMAT.format(process=process)))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    return writer
+    logging.basicConfig(handlers=[_StderrHandler(process)], force=True)
+
+
+def show(level: str) -> None:
+    """What of this package's lines a user's program shows: those of `level` ("debug" ... "error") and above.
+
+    A program with logging of its own gets them there, any other on stderr. At "warning" nothing is changed: that is
+    what Python shows of a library by itself.
+    """
+    logger = logging.getLogger("wavecore")
+    if level == "warning":
+        return
+    logger.setLevel(level.upper())
+    if not logger.hasHandlers():
+        logger.addHandler(_StderrHandler("client"))
 
 
 class LineWriter:
@@ -80,10 +87,17 @@ class LineWriter:
                 stream.flush()
 
 
-class _LineHandler(logging.Handler):
-    def __init__(self, writer: LineWriter) -> None:
+class _StderrHandler(logging.Handler):
+    """Closed by `logging` at the end of the program, which so waits for the last lines."""
+
+    def __init__(self, process: str) -> None:
         super().__init__()
-        self._writer = writer
+        self._writer = LineWriter(lambda: sys.stderr)
+        self.setFormatter(logging.Formatter(FORMAT.format(process=process)))
 
     def emit(self, record: logging.LogRecord) -> None:
         self._writer.put(self.format(record))
+
+    def close(self) -> None:
+        super().close()
+        self._writer.close()

@@ -114,9 +114,19 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def reap(self) -> int:
-        """Wait for the end; exit status, or minus the signal. Closes everything."""
-        code = self._process.wait()
+    def reap(self) -> int | None:
+        """Wait for the end. Closes everything.
+
+        Returns:
+            Exit status, or minus the signal. None where nobody can know: the program that embeds us ignores SIGCHLD, or
+            waits for all of its children.
+        """
+        try:
+            os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+            code: int | None = self._process.wait()
+        except ChildProcessError:
+            self._process.wait()
+            code = None
         os.close(self.pidfd)
         self._ours.close()
         return code
@@ -178,7 +188,7 @@ def oom_kills() -> int:
     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
 
-def explain_end(spec: ChildSpec, pid: int, returncode: int, output: Sequence[str], oom_kills_before: int) -> str:
+def explain_end(spec: ChildSpec, pid: int, returncode: int | None, output: Sequence[str], oom_kills_before: int) -> str:
     """One or two sentences about a child that ended without a report of its own.
 
     Args:
@@ -186,6 +196,8 @@ def explain_end(spec: ChildSpec, pid: int, returncode: int, output: Sequence[str
         output: its last lines.
         oom_kills_before: `oom_kills()` when it was started.
     """
+    if returncode is None:
+        return f"{spec.name} (pid {pid}) ended; this program ignores SIGCHLD, which hides how{_hint(output)}"
     if returncode >= 0:
         return f"{spec.name} (pid {pid}) exited with status {returncode}{_hint(output)}"
     number = -returncode
@@ -203,5 +215,6 @@ def _hint(output: Sequence[str]) -> str:
         return f": the library {found[1]} is missing or not on the loader's path (LD_LIBRARY_PATH)"
     if found := _MODULE.search(text):
         return f": the Python package {found[1]} is not installed for the interpreter that started it"
-    last = next((line for line in reversed(output) if line.strip()), "")
+    fatal = [line for line in output if line.startswith("Fatal Python error")]  # faulthandler's, before the stacks
+    last = next((line for line in (*fatal, *reversed(output)) if line.strip()), "")
     return f"; its last line was: {last[:300]}" if last else " without a word"

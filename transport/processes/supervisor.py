@@ -58,7 +58,7 @@ class Supervisor:
     Args:
         specs: one child each; index = place in the list.
         runtime_dir: see runtime_dir.RuntimeDir.
-        address: None binds ipc sockets in the runtime directory; "tcp://HOST" binds that interface, with CURVE.
+        address: None binds ipc sockets in the runtime directory; "tcp://HOST[:PORT]" that interface, with CURVE.
         limits: how long things may take.
 
     Example:

@@ -7,8 +7,11 @@ alone, since the codec says which field of which message it was, and serve both 
 from __future__ import annotations
 
 import math
+import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from wavecore.transport.errors import ProtocolError, ValidationError
@@ -19,11 +22,14 @@ MAX_NUMBERS = 1 << 10
 MAX_TOKEN_ID = (1 << 31) - 1
 LEAST, MOST = -(1 << 63), (1 << 64) - 1  # of the whole numbers that msgpack can carry
 
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+
 
 def shown(value: Any) -> str:
-    """A value in an error message: short, and whatever its `repr` does."""
+    """A value in an error message: short, whatever its `repr` does, and however much it holds."""
     try:
-        return f"{value!r:.80}"
+        return _REPR.repr(value)[:80]
     except Exception:  # Python refuses to print whole numbers of more than 4,300 digits
         return f"such {type(value).__name__}"
 
@@ -33,12 +39,13 @@ class Checker:
 
     Args:
         error: makes the exception to raise of the value's name and "must be ..., not ...".
+        any_text: texts may hold lone surrogates, as names of files do that are no UTF-8; these cannot travel.
     """
 
-    __slots__ = ("error",)
+    __slots__ = ("any_text", "error")
 
-    def __init__(self, error: Callable[[str, str], Exception]) -> None:
-        self.error = error
+    def __init__(self, error: Callable[[str, str], Exception], any_text: bool = False) -> None:
+        self.error, self.any_text = error, any_text
 
     def whole(self, name: str, value: Any, low: int, high: int) -> int:
         if type(value) is int and low <= value <= high:
@@ -69,7 +76,17 @@ class Checker:
         if not isinstance(value, str) or not low <= len(value) <= high:
             span = f"{low} to {high}" if low else f"at most {high}"
             raise self.error(name, f"{what}must be text of {span} characters, not {shown(value)}")
-        return value
+        if not (self.any_text or _travels(value)):
+            raise self.error(name, f"{what}must be text without lone surrogates, not {shown(value)}")
+        return value if type(value) is str else str.__str__(value)
+
+    def path(self, name: str, value: Any) -> Path:
+        try:
+            if b"\0" not in os.fsencode(value) and not isinstance(value, bytes):
+                return Path(value)
+        except (TypeError, UnicodeEncodeError):
+            pass
+        raise self.error(name, f"must be a path, not {shown(value)}")
 
     def one_of(self, name: str, value: Any, choices: Sequence[str]) -> str:
         if not isinstance(value, str) or value not in choices:
@@ -107,6 +124,14 @@ ON_WIRE = Checker(lambda _, reason: ProtocolError(reason))
 OF_REQUEST = Checker(ValidationError)
 
 
+def _travels(text: str) -> bool:
+    """Lone surrogates, which Python makes of bytes that are no text, have no UTF-8."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def bytes16(value: Any) -> bytes:
     if type(value) is not bytes or len(value) != 16:
         raise ProtocolError(f"must be 16 bytes, not {shown(value)}")
@@ -116,11 +141,8 @@ def bytes16(value: Any) -> bytes:
 def text(value: Any) -> str:
     if type(value) is not str or len(value) > MAX_TEXT:
         raise ProtocolError(f"must be text of at most {MAX_TEXT} characters, not {type(value).__name__}")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ProtocolError("must be text without lone surrogates") from None
+    if not _travels(value):
+        raise ProtocolError("must be text without lone surrogates")
     return value
 
 

@@ -46,6 +46,25 @@ def test_why_is_my_request_waiting() -> None:
     assert driver.core.utilities.call("debug_requests", {}) == ([], [])
 
 
+def test_the_last_ten_ids_of_each_sequence() -> None:
+    """Of one that runs and has drawn tokens, of one that waits, and of one that was pushed out and waits again."""
+    driver = SchedulerDriver(SCRIPT, block_size=4, num_gpu_blocks_override=13, max_num_seqs=2)
+    driver.add(0, list(range(20, 34)), max_tokens=30, ignore_eos=True)
+    driver.add(1, list(range(40, 54)), max_tokens=30, ignore_eos=True)
+    driver.add(2, [7, 8, 9], max_tokens=1)
+    seen = set()
+    for _ in range(30):
+        driver.step()
+        for entry in driver.core.utilities.debug_requests():
+            prompt, handle = driver.sent[entry["handle"]][0], entry["handle"]
+            known = prompt + driver.outputs.get(handle, [])
+            assert entry["last_token_ids"] == known[-10:]
+            assert entry["output_tokens"] == len(known) - len(prompt)
+            seen.add(entry["state"])
+    assert {"waiting", "running", "preempted"} <= seen
+    driver.run()
+
+
 def test_a_request_without_room_says_how_much_is_missing() -> None:
     driver = SchedulerDriver(SCRIPT, block_size=4, num_gpu_blocks_override=11)
     driver.add(0, [1] * 30, max_tokens=9)
@@ -114,3 +133,12 @@ def test_load() -> None:
     assert driver.core.requests.num_tokens == 41 + 40 + 5 + 6
     driver.run()
     assert driver.core.requests.num_tokens == 0
+
+
+def test_statistics_are_logged_at_any_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats.logger, "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger("wavecore"), "level", logging.WARNING)
+    busy()
+    assert stats.logger.level == logging.NOTSET
+    busy(log_stats=True)
+    assert stats.logger.level == logging.INFO

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -134,9 +135,81 @@ def test_a_files_keys_have_the_spellings_of_flags(tmp_path: Path) -> None:
         parse("--config", str(file))
 
 
+def test_headings_of_other_systems_files(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "max_seq_len: 50\n"
+        "scheduler: {policy: priority, max_seqs: 7, block_size: 8}\n"
+        "memory:\n  gpu_utilization: 0.5\n  swap_space: 1\n"
+    )
+    assert parse("--config", str(file)) == EngineConfig(
+        max_model_len=50,
+        scheduling_policy="priority",
+        max_num_seqs=7,
+        block_size=8,
+        gpu_memory_utilization=0.5,
+        swap_space_gib=1.0,
+    )
+    for text, words in (
+        ("scheduler: {max_seq: 5}", "unknown setting max_seq of scheduler in .*; did you mean max_num_seqs"),
+        ("scheduler: {max_seqs: many}", "max_seqs of scheduler in .*config.yaml must be a whole number"),
+        ("scheduler: fcfs", "unknown setting scheduler"),
+        ("memory: {memory: {memory: 1}}", "unknown setting memory of memory of memory"),
+        ("scheduler: {max_seqs: 5}\nmax-num-seqs: 6", "max-num-seqs in .*config.yaml is given twice"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            parse("--config", str(file))
+
+
+BOMB = ", ".join(["&a [1]", *(f"&{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in pairwise("abcdefghi"))])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"max_num_seqs: 5\nmax_num_seqs: 6", "a name is given twice"),
+        (f"max_num_seqs: [{BOMB}]".encode(), "max_num_seqs in .* must be a whole number"),
+        (f"custom_ops: {{a: [{BOMB}]}}".encode(), "custom_ops in .* must be a mapping of texts"),
+        (b"custom_ops: " + b"[" * 1_000, "nested too deeply"),
+        (b"{" * 1_000, "nested too deeply"),
+        (b"max_num_seqs: 2024-99-99", "month must be in"),
+        (b"max_num_seqs: " + b"9" * 5000, "Exceeds the limit"),
+        (b"\xff\xfe", "can't decode byte"),
+        (b"\x00", "control characters are not allowed|unacceptable character"),
+        (b"- max_num_seqs", "must hold lines of the form"),
+        (b"max_num_seqs", "must hold lines of the form"),
+        (b"5", "must hold lines of the form"),
+        (b"a: b\n---\nc: d", "expected a single document"),
+        (b"!!python/object:os.system {}", "could not determine a constructor"),
+        (b"? [a]\n: b", "unhashable key"),
+        (b"1: 2", "unknown setting 1 in"),
+    ],
+)
+def test_files_that_are_no_settings(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        parse("--config", str(file))
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "2024-99-99", "[" * 1_000, "{a: 1, a: 2}", "&a [*a]", "\x00"])
+def test_texts_that_yaml_cannot_read_are_texts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--max-num-seqs must be a whole number"):
+        parse("--max-num-seqs", text)
+    with pytest.raises(ConfigError, match="--custom-ops must be a mapping of texts"):
+        parse("--custom-ops", text)
+
+
+def test_a_list_that_is_too_deep() -> None:
+    parser = CommandParser("generate", "", "")
+    add_sampling(parser, 5)
+    with pytest.raises(ConfigError, match="--stop must be a JSON list of texts"):
+        parser.parse(["--stop", "[" * 1_000])
+
+
 def test_a_file_of_one_command_serves_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["generate", "hi", "--top-p", "0.5", "--max-num-seqs", "9", "--print_config"])
+    assert main(["generate", "hi", "--top-p", "0.5", "--max-num-seqs", "9", "--print_config"]) == 0
     text = capsys.readouterr().out
     assert set(yaml.safe_load(text)) == {f.name for f in fields(EngineConfig)}
     file = tmp_path / "config.yaml"

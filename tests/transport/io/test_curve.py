@@ -39,7 +39,7 @@ def test_only_listed_keys_enter(tmp_path: Path, make_engine: Any, make_client: A
     public = create_keys(tmp_path)
     engine = make_engine((ADDRESS, ADDRESS), curve=CurveServer.load(tmp_path))
     client = make_client()
-    client.connect(engine.addresses, CurveClient.load(tmp_path, public))
+    client.connect(engine.addresses, CurveClient.load(tmp_path / "client.key", public))
     client.wait_ends(client.add(count=3))
 
     wrong_key = KeyPair.generate()
@@ -66,7 +66,7 @@ def test_no_key_enters_while_nobody_checks_them(tmp_path: Path) -> None:
     context = make_context()
     socket = make_socket(context, zmq.PULL, ADDRESS, curve=CurveServer.load(tmp_path))
     try:
-        client = CurveClient.load(tmp_path, public)
+        client = CurveClient.load(tmp_path / "client.key", public)
         assert first_event(endpoint_of(socket), client, zmq.PUSH) != zmq.EVENT_HANDSHAKE_SUCCEEDED
         authenticator = Authenticator(context, CurveServer.load(tmp_path), print)
         assert first_event(endpoint_of(socket), client, zmq.PUSH) == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -80,7 +80,7 @@ def test_no_key_enters_while_nobody_checks_them(tmp_path: Path) -> None:
 def test_damaged_allow_list_admits_nobody(tmp_path: Path, make_engine: Any) -> None:
     public = create_keys(tmp_path)
     engine = make_engine((ADDRESS, ADDRESS), curve=CurveServer.load(tmp_path))
-    client = CurveClient.load(tmp_path, public)
+    client = CurveClient.load(tmp_path / "client.key", public)
     (tmp_path / "client.key").chmod(0o640)
     assert first_event(engine.addresses[1], client) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -90,7 +90,7 @@ def test_a_file_that_would_be_waited_for_in_the_allow_list_admits_nobody_and_sto
 ) -> None:
     public = create_keys(tmp_path)
     engine = make_engine((ADDRESS, ADDRESS), curve=CurveServer.load(tmp_path))
-    client = CurveClient.load(tmp_path, public)
+    client = CurveClient.load(tmp_path / "client.key", public)
     for strange in ("a FIFO", "a device"):
         path = tmp_path / "authorized_clients" / "strange.pub"
         os.mkfifo(path) if strange == "a FIFO" else path.symlink_to("/dev/zero")

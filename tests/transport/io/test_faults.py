@@ -114,7 +114,7 @@ class Site:
         self.engine = engine
         self.proxies = [Proxy(port) for port in ports]
         self.addresses = tuple(f"tcp://127.0.0.1:{proxy.port}" for proxy in self.proxies)
-        self.curve = CurveClient.load(keys, create_keys(keys))
+        self.curve = CurveClient.load(keys / "client.key", create_keys(keys))
 
     def reset(self) -> None:
         for proxy in self.proxies:

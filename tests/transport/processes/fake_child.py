@@ -26,7 +26,7 @@ def main() -> int:
     args = arguments.parse_args()
     child = SupervisedChild(args)
     config = json.loads(child.config)
-    writer = logs.set_up("fake child")
+    logs.set_up("fake child")
     do = what_to_do(config)
     print(f"doing {do}", file=sys.stderr, flush=True)  # not logged: a child that is killed at once has said it
     child.report_phase("load", 0.5)
@@ -39,7 +39,6 @@ def main() -> int:
     report_ready(do, child, args.input, args.output)
     misbehave_once_ready(do, child, config)
     stop.wait()
-    writer.close()
     return 0
 
 

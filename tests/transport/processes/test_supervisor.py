@@ -378,7 +378,9 @@ def test_a_child_that_cannot_be_spawned_leaks_nothing(monkeypatch: pytest.Monkey
         Supervisor([spec("serve")], limits=LIMITS).start()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "tcp://0.0.0.0", "tcp://127.0.0.1:80", "tcp://*"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "tcp://0.0.0.0", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:port", "tcp://*"]
+)
 def test_a_bad_address_is_refused_before_anything_starts(address: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(address)):
         Supervisor([spec("serve")], address=address, limits=LIMITS).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,3 +99,26 @@ def test_what_can_travel_does() -> None:
         table({"a": 1, 5: 2})
     with pytest.raises(ProtocolError, match=f"at most {MAX_TEXT} characters"):
         text("x" * (MAX_TEXT + 1))
+
+
+def test_texts_that_cannot_travel_are_refused_and_made_plain() -> None:
+    with pytest.raises(ValidationError, match="salt: must be text without lone surrogates"):
+        CHECK.text("salt", "a\ud800", 1, 9)
+    assert type(CHECK.text("salt", np.str_("é"), 1, 9)) is str
+    files = Checker(ValidationError, any_text=True)
+    assert files.text("path", "a\udcff", 1, 9) == "a\udcff"
+
+
+@pytest.mark.parametrize("value", [None, 5, b"a", "a\0b", "\ud800", ["a"]])
+def test_paths(value: Any) -> None:
+    assert CHECK.path("path", "a/b") == CHECK.path("path", Path("a/b")) == Path("a/b")
+    with pytest.raises(ValidationError, match="path: must be a path, not "):
+        CHECK.path("path", value)
+
+
+def test_what_is_shown_is_short_however_much_a_value_holds() -> None:
+    bomb: Any = [1]
+    for _ in range(40):
+        bomb = [bomb] * 10
+    for value in (bomb, "a" * 1000, 10**5000, list(range(10**6)), {"a": bomb}):
+        assert len(shown(value)) <= 80

@@ -1,6 +1,8 @@
-"""Looking into a model: the attention weights of one head over a prompt."""
+"""Looking into a model: the attention weights of one head over a prompt, and traces of what its steps run."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from wavecore.engine_core.models.decoder import Decoder
 from wavecore.engine_core.plan import F32, RunnerInfo
 from wavecore.kernels.batch import Batch
-from wavecore.transport.errors import ValidationError
+from wavecore.transport.errors import NotSupportedError, ValidationError
 
 MAX_SHOWN = 2048  # tokens; the map has their square
 
@@ -26,7 +28,10 @@ def attention_map(model: Decoder, info: RunnerInfo, prompt: list[int], layer: in
             raise ValidationError(name, f"{value!r:.40} is not from 0 to {limit - 1}")
     limit = min(MAX_SHOWN, info.max_model_len)
     if not isinstance(prompt, list) or not 0 < len(prompt) <= limit:
-        raise ValidationError("prompt", f"must be a list of 1 to {limit} token ids")
+        raise ValidationError(
+            "prompt",
+            f"must be a list of 1 to {limit} token ids, as the map has their square; give the part that you look at",
+        )
     if not all(type(i) is int and 0 <= i < spec.vocab_size for i in prompt):
         raise ValidationError("prompt", f"holds something that is no token id below {spec.vocab_size}")
     device, size = model.embedding.device, info.block_size
@@ -45,6 +50,37 @@ def attention_map(model: Decoder, info: RunnerInfo, prompt: list[int], layer: in
     model.forward(model.embed(batch.token_ids), batch, kv_cache, observe)
     weights: F32 = found[0].cpu().numpy()
     return weights
+
+
+class Profiler:
+    """Traces steps, as vLLM's does.
+
+    Args:
+        folder: for the traces of torch's profiler. None leaves tracing to Nsight Systems, and only tells it when.
+    """
+
+    def __init__(self, device: torch.device, folder: str | None) -> None:
+        self._folder, self._cuda = folder, device.type == "cuda"
+        self._running: Any = None  # torch's profiler, or the module that talks to Nsight Systems
+
+    def switch(self, on: bool) -> None:
+        """Start tracing, or stop and write the trace.
+
+        Raises:
+            NotSupportedError: no folder, and no GPU.
+            ValidationError: it is on already, or off.
+        """
+        if on != (self._running is None):
+            raise ValidationError("profile", "runs already; stop_profile() first" if on else "start_profile() first")
+        if not on:
+            running, self._running = self._running, None  # also where the trace cannot be written
+            running.stop()
+            return
+        if self._folder is None and not self._cuda:
+            raise NotSupportedError("profiles: give torch_profiler_dir=FOLDER at start; without it they need a GPU")
+        write = torch.profiler.tensorboard_trace_handler(self._folder) if self._folder else None
+        self._running = torch.profiler.profile(on_trace_ready=write) if write else torch.cuda.profiler
+        self._running.start()
 
 
 def _weights(q: Tensor, k: Tensor, model: Decoder, layer: int) -> Tensor:

@@ -3,17 +3,21 @@
     python scripts/soak.py --seconds 60 --seed 1
 
 Faults: the engine is killed by a random signal, stopped for a moment or for good, its sockets get hostile bytes, an
-attached reader is stopped or killed, hundreds of requests are aborted at once. Each request must end exactly once and
-with the right tokens. Prints a summary; exit code 1 if a promise was broken.
+attached reader is stopped or killed, hundreds of requests are aborted at once; the disk is full for a while, files of
+the runtime directory vanish. Other clients fork, drop streams for the collector to find, stop from a signal handler, or
+sit behind a slow link that breaks. Each request must end exactly once and with the right tokens, each client in time.
+Prints a summary; exit code 1 if a promise was broken.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import random
+import select
 import signal
 import socket
 import struct
@@ -21,15 +25,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
+from scripted_tokens import VOCAB_SIZE, right_tokens
+from soak_clients import ENGINE_DIED, KINDS
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.request_options import RequestOptions
@@ -40,16 +46,20 @@ from wavecore.frontend.llm import LLM
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.prompts import as_prompt
 from wavecore.transport.errors import EngineDead, WavecoreError
-from wavecore.transport.processes import engine_process
+from wavecore.transport.processes import deployment, engine_process
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.supervisor import Limits, Supervisor
 
-SCRIPT: dict[str, Any] = {"vocab_size": 1000, "eos_token_id": [], "num_blocks": 300, "step_seconds": 0.002}
+SCRIPT: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "eos_token_id": [], "num_blocks": 300, "step_seconds": 0.002}
 CONFIG: dict[str, Any] = {"max_num_seqs": 24, "max_num_batched_tokens": 256, "max_num_queued_reqs": 100}
 OUTSTANDING = 80
 FAULT_SECONDS = (1.0, 4.0)  # pause between two faults
 DRAIN_SECONDS = 60.0
 READER_REQUESTS = 4
+OTHERS = 2  # clients beside our own
+CLIENT_SECONDS = 90.0  # within which another client must have ended
+SIGNALLED_SECONDS = 15.0  # ... after a signal that tells it to stop
+DISK_SECONDS = 3.0  # that the disk is full
 
 
 @dataclass(slots=True)
@@ -61,27 +71,24 @@ class Sent:
     abort_at: float
 
 
+@dataclass(slots=True)
+class Other:
+    """Another client."""
+
+    kind: str
+    process: subprocess.Popen[bytes]
+    until: float
+
+
 @dataclass
 class Outcome:
     ends: Counter[str] = field(default_factory=Counter)
+    ends_of_others: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     detected: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     recovered: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     sent: int = 0
-
-
-def right_tokens(prompt: Sequence[int], count: int) -> list[int]:
-    """What the scripted model says when nothing goes wrong; see execution/scripted_runner.py."""
-    checksum = seen = 0
-    tokens: list[int] = []
-    for i in range(len(prompt) + count):
-        if i >= len(prompt):
-            tokens.append(seen % SCRIPT["vocab_size"])
-        token = prompt[i] if i < len(prompt) else tokens[-1]
-        checksum = zlib.crc32(struct.pack("<I", token), checksum)
-        seen = zlib.crc32(struct.pack("<I", checksum), seen)
-    return tokens
 
 
 class Soak:
@@ -99,6 +106,7 @@ class Soak:
         self.notifier, self.live = ThreadNotifier(), dict[Mailbox, Sent]()
         self.outcome = Outcome()
         self.readers: list[subprocess.Popen[bytes]] = []
+        self.others: list[Other] = []
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.down_since = 0.0  # when we broke the engine, until it serves again
         self.seen_dead = False
@@ -110,12 +118,18 @@ class Soak:
         while (now := time.monotonic()) < end:
             self.fill(now)
             self.turn(now)
+            if len(self.others) < OTHERS:
+                self.start_client()
             if now >= next_fault and not self.down_since:
                 self.fault()
                 next_fault = now + self.chance.uniform(*FAULT_SECONDS)
         end = time.monotonic() + DRAIN_SECONDS
-        while self.live and (now := time.monotonic()) < end:
+        while (self.live or self.others) and (now := time.monotonic()) < end:
             self.turn(now)
+        for other in self.others:
+            self.outcome.wrong.append(f"a client ({other.kind}) has not ended")
+            other.process.kill()
+            other.process.wait()
         for reader in self.readers:
             with contextlib.suppress(ProcessLookupError):
                 reader.send_signal(signal.SIGCONT)
@@ -158,6 +172,9 @@ class Soak:
         for item in [item for item in self.later if item[0] <= now]:
             self.later.remove(item)
             item[1]()
+        for other in [o for o in self.others if o.process.poll() is not None or o.until <= now]:
+            self.others.remove(other)
+            self.client_ended(other)
         if self.down_since:
             engine = self.supervisor.deployment().engines[0]
             if engine.state == "ready" and engine.epoch != self.broken_epoch and self.service.client.engines:
@@ -186,9 +203,9 @@ class Soak:
     # --- faults ---------------------------------------------------------------------------------------------------
 
     def fault(self) -> None:
-        fault = self.chance.choice(
-            (self.kill, self.kill, self.pause, self.stop, self.hostile, self.hostile, self.mass_abort, self.slow_reader)
-        )
+        breaking = (self.kill, self.stop, self.full_disk)
+        others = (self.hostile, self.hostile, self.pause, self.mass_abort, self.slow_reader, self.lost_file)
+        fault = self.chance.choice((*breaking, *others))
         self.outcome.faults[fault.__name__] += 1
         fault()
 
@@ -235,6 +252,53 @@ class Soak:
         now = time.monotonic()
         self.later.append((now + 1.5, lambda: _signal(reader.pid, signal.SIGSTOP)))
         self.later.append((now + 4.0, lambda: _signal(reader.pid, last)))
+
+    def start_client(self) -> None:
+        """Another client, of one of the kinds of soak_clients.py."""
+        kind = self.chance.choice([*KINDS])
+        command = [sys.executable, str(Path(__file__).with_name("soak_clients.py")), kind, str(self.runtime_dir)]
+        process = subprocess.Popen([*command, str(self.chance.randrange(1 << 30))], stdout=subprocess.PIPE)
+        other = Other(kind, process, time.monotonic() + CLIENT_SECONDS)
+        self.others.append(other)
+        if kind == "signalled":
+            self.later.append((time.monotonic() + self.chance.uniform(2.0, 4.0), lambda: self._tell(other)))
+
+    def _tell(self, other: Other) -> None:
+        if other not in self.others:
+            return
+        assert other.process.stdout is not None
+        if select.select([other.process.stdout.fileno()], [], [], 0)[0]:  # its handler is there, or it has ended
+            other.until = time.monotonic() + SIGNALLED_SECONDS
+            other.process.terminate()
+        else:
+            self.later.append((time.monotonic() + 0.5, lambda: self._tell(other)))
+
+    def client_ended(self, other: Other) -> None:
+        status = other.process.poll()
+        if status is None:
+            self.outcome.wrong.append(f"a client ({other.kind}) hangs")
+            other.process.send_signal(signal.SIGABRT)  # faulthandler tells where
+            other.process.wait()
+        elif status not in (0, ENGINE_DIED):
+            self.outcome.wrong.append(f"a client ({other.kind}) ended with status {status}")
+        self.outcome.ends_of_others[
+            f"{other.kind} {'right' if status == 0 else 'engine died' if status else 'wrong'}"
+        ] += 1
+        assert other.process.stdout is not None
+        other.process.stdout.close()
+
+    def full_disk(self) -> None:
+        """No room for deployment.json, while the engine dies."""
+        full = mock.patch.object(deployment, "write", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        full.start()
+        self.later.append((time.monotonic() + DISK_SECONDS, full.stop))
+        self.kill()
+
+    def lost_file(self) -> None:
+        """A cleaner of old files takes one of the deployment's, or all of them."""
+        ours = [path for path in self.runtime_dir.iterdir() if path.is_file() or path.is_socket()]
+        for path in ours if self.chance.random() < 0.3 else [self.chance.choice(ours)]:
+            path.unlink(missing_ok=True)
 
     def _break(self, number: signal.Signals) -> None:
         engine = self.supervisor.deployment().engines[0]
@@ -297,6 +361,7 @@ def _report(args: argparse.Namespace, outcome: Outcome, lost: int, restarted: in
     print(f"seed {args.seed}, {args.seconds:g} s: {outcome.sent} requests, lost = {lost}, wrong = {len(outcome.wrong)}")
     for name, count in sorted(outcome.ends.items()):
         print(f"  {count:7d} {name}")
+    print("other clients: " + ", ".join(f"{count} {name}" for name, count in sorted(outcome.ends_of_others.items())))
     print("faults: " + ", ".join(f"{count} {name}" for name, count in sorted(outcome.faults.items())))
     print(f"restarts: {restarted}; descriptors more than before: {fds}")
     for what, by_fault in (("detected", outcome.detected), ("serving again", outcome.recovered)):

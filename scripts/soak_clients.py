@@ -29,7 +29,7 @@ from scripted_tokens import right_tokens
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
-from wavecore.transport.errors import EngineDead, StartError, WavecoreError
+from wavecore.transport.errors import EngineDead, Overloaded, StartError, WavecoreError
 
 ENGINE_DIED = 3
 REPAIR_SECONDS = 10.0
@@ -255,8 +255,9 @@ def main() -> int:
         try:
             KINDS[kind](Path(runtime_dir), chance)
             return 0
-        except EngineDead as error:
+        except (EngineDead, Overloaded) as error:  # dead, or told to end
             print(f"{kind}: {error}", file=sys.stderr)
+            time.sleep(1)
     return ENGINE_DIED
 
 

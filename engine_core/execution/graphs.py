@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -128,8 +129,11 @@ class StepGraphs:
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 function(*args)
-            finally:
-                self._end(graph)
+            except BaseException:
+                with warnings.catch_warnings(action="ignore"):  # that the graph is empty
+                    self._end(graph)
+                raise
+            self._end(graph)
         return graph
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:

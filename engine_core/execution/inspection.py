@@ -79,7 +79,8 @@ class Profiler:
         if self._folder is None and not self._cuda:
             raise NotSupportedError("profiles: give torch_profiler_dir=FOLDER at start; without it they need a GPU")
         write = torch.profiler.tensorboard_trace_handler(self._folder) if self._folder else None
-        self._running = torch.profiler.profile(on_trace_ready=write) if write else torch.cuda.profiler
+        # acc_events only keeps torch from warning that each cycle clears events: a profile here is one cycle.
+        self._running = torch.profiler.profile(on_trace_ready=write, acc_events=True) if write else torch.cuda.profiler
         self._running.start()
 
 

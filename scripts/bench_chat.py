@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 
 from wavecore.frontend.text.chat_template import ChatTemplate
 from wavecore.frontend.text.messages import ChatOptions
-from wavecore.frontend.text.template_process import PROCESSES
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.frontend.text.tokenizer_files import load_tokenizer
 
@@ -78,7 +77,7 @@ def compare(name: str, ours: Tokenizer, template: str) -> None:
 
     assert wavecore() == transformers()
     started = time.perf_counter()
-    PROCESSES.close()
+    ours.close()
     wavecore()
     first = 1e3 * (time.perf_counter() - started)
     [process] = psutil.Process().children()

@@ -1,4 +1,4 @@
-"""What the files of a model have in common: JSON is read with bounds, and what cannot be read is named."""
+"""What the files of a model have in common: they are read with bounds, and what cannot be read is named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from wavecore.transport.errors import ModelError
 
-MAX_JSON_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -18,17 +18,30 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelError: naming the file that is over-size or not a JSON object.
     """
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} is over {MAX_JSON_BYTES >> 20} MiB, which no {path.name} should be")
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise unreadable(path, error) from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def read_text(path: Path) -> str:
+    """A text file.
+
+    Raises:
+        ModelError: naming the file that is over-size or no text.
+    """
+    try:
+        if path.stat().st_size <= MAX_BYTES:
+            return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    raise ModelError(f"{path} is over {MAX_BYTES >> 20} MiB, which no {path.name} should be")
 
 
 def unreadable(path: Path, reason: object) -> ModelError:

@@ -28,7 +28,6 @@ from wavecore.frontend.client.mailbox import Mailbox, Notifier, OutputKind
 from wavecore.frontend.client.request import EngineRequest, embeds_frame
 from wavecore.frontend.prompts import Prompt, token_ids
 from wavecore.frontend.text.messages import ChatOptions
-from wavecore.frontend.text.template_process import PROCESSES
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tokenizer
 from wavecore.transport.errors import ModelError, NotSupportedError, RequestTimeout, ValidationError, WavecoreError
@@ -97,7 +96,8 @@ class Service:
         if self._supervisor is not None:
             self._supervisor.stop()
         self._text_threads = None  # they end then; `shutdown` would take a lock, and a signal handler may be here
-        PROCESSES.close()
+        if self.tokenizer is not None:
+            self.tokenizer.close()
         atexit.unregister(self.close)
 
     def close_when_dropped(self, owner: object) -> Callable[[], object]:

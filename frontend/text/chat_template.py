@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from wavecore.frontend.text.template_process import MAX_BYTES, PROCESSES
+from wavecore.frontend.text.template_process import TemplateProcesses
 from wavecore.transport.errors import ModelError, ValidationError
-
-MAX_TEMPLATE = 1 << 20  # characters of source
 
 
 @dataclass(frozen=True)
@@ -40,28 +37,24 @@ class ChatTemplate:
             raise ValidationError("chat_template", reason)
         return ChatTemplate(templates[name], self.origin)
 
-    def render(self, variables: Mapping[str, Any]) -> str:
-        """The prompt's text.
+    def render(self, processes: TemplateProcesses, special: Sequence[str], conversation: str) -> list[str]:
+        """The prompt's text, cut where a special token would form that neither the template nor the model wrote.
 
         Args:
-            variables: what JSON can carry.
+            special: the texts of special tokens.
+            conversation: as JSON, what `template_child` takes.
 
         Raises:
             ValidationError: the template refused the messages, failed or took more than a chat template may.
             ModelError: the model's template does not compile.
             ResourceError: no process could be started to run it in.
         """
-        kind, reason = "broken", f"it has {len(self.source)} characters; the limit is {MAX_TEMPLATE}"
-        if len(self.source) <= MAX_TEMPLATE:
-            data = json.dumps(variables)
-            if len(data) > MAX_BYTES:
-                raise ValidationError("messages", f"hold {len(data)} characters; the limit is {MAX_BYTES}")
-            kind, reason = PROCESSES.render(self.source, data)
+        kind, answer = processes.ask(json.dumps([self.source, special]), conversation)
         if kind == "text":
-            return reason
-        if kind == "refused":
-            raise ValidationError("messages", f"the chat template refused them: {reason}")
-        reason = f"the chat template {'does not compile' if kind == 'broken' else 'failed'}: {reason}"
+            return list(answer)
+        if kind == "invalid":
+            raise ValidationError("messages", answer)
+        reason = f"the chat template {'does not compile' if kind == 'broken' else 'failed'}: {answer}"
         if not self.origin:
             raise ValidationError("chat_template", reason)
         if kind == "broken":

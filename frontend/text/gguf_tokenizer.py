@@ -15,6 +15,9 @@ from wavecore.transport.errors import ModelError, NotSupportedError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 SPECIAL = (UNKNOWN, CONTROL)
+WAY_OUT = "give tokenizer=FOLDER (--tokenizer FOLDER)"
+# Tokens by their names in templates, and in the metadata, which misspells one
+NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
 
 _PATTERNS = {name: cuts for names, cuts in LLAMA_CPP["pre_tokenizers"].items() for name in names.split()}
 _WHOLE_WORDS = LLAMA_CPP["whole_words"]
@@ -30,9 +33,7 @@ def tokenizer_from_gguf(path: str, metadata: Mapping[str, Any]) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str) for t in tokens):
-        raise ModelError(
-            f"{path} has no tokenizer; give tokenizer=FOLDER (--tokenizer FOLDER) or skip_tokenizer_init=True"
-        )
+        raise ModelError(f"{path} has no tokenizer; {WAY_OUT} or skip_tokenizer_init=True")
     types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
         raise ModelError(f"{path}: tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens; download it again")
@@ -42,29 +43,23 @@ def tokenizer_from_gguf(path: str, metadata: Mapping[str, Any]) -> Tokenizer:
     elif kind == "llama":
         tokenizer = _sentencepiece(path, tokens, types, metadata)
     else:
-        raise NotSupportedError(
-            f"{path}: tokenizer kind {kind!r}; give the original one with tokenizer=FOLDER (--tokenizer FOLDER)"
-        )
+        raise NotSupportedError(f"{path}: tokenizer kind {kind!r}; {WAY_OUT}")
     kinds = list(zip(tokens, types, strict=True))
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, n in kinds if n in SPECIAL])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, n in kinds if n == USER_DEFINED])
-    _put_around(tokenizer, tokens, metadata, bos=kind == "llama" or pre in _WHOLE_WORDS)
+    _put_around(tokenizer, metadata, bos=kind == "llama" or pre in _WHOLE_WORDS)
     return tokenizer
 
 
 def _byte_level(path: str, tokens: list[str], pre: str, metadata: Mapping[str, Any]) -> Tokenizer:
     if pre not in _PATTERNS:
-        raise NotSupportedError(
-            f"{path}: pre-tokenizer {pre!r}; give the original tokenizer with tokenizer=FOLDER (--tokenizer FOLDER)"
-        )
+        raise NotSupportedError(f"{path}: pre-tokenizer {pre!r}; {WAY_OUT}")
     vocab = {token: i for i, token in enumerate(tokens)}
     try:
         merges = [tuple(m.split(" ", 1)) for m in metadata.get("tokenizer.ggml.merges", ())]
         tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in _WHOLE_WORDS))
     except Exception as error:  # tokenizers raises bare Exception
-        raise ModelError(
-            f"{path}: the tokenizer's merges do not fit its tokens ({error}); download it again"
-        ) from error
+        raise ModelError(f"{path}: the merges do not fit the tokens ({error}); download it again") from error
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _PATTERNS[pre]]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
@@ -91,24 +86,26 @@ def _sentencepiece(path: str, tokens: list[str], types: list[int], metadata: Map
     space = [normalizers.Prepend("▁")] if metadata.get("tokenizer.ggml.add_space_prefix", True) else []
     tokenizer.normalizer = normalizers.Sequence([*space, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if space else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    to_text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*to_text, *strip])
     return tokenizer
 
 
-def _put_around(tokenizer: Tokenizer, tokens: list[str], metadata: Mapping[str, Any], bos: bool) -> None:
+def named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Such as "bos_token", "eos_token", ... to their texts; an id that is none names nothing."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in NAMES.items()}
+    return {f"{name}_token": tokens[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
+
+
+def _put_around(tokenizer: Tokenizer, metadata: Mapping[str, Any], bos: bool) -> None:
     """BOS before and EOS behind a text, where the metadata asks for them or, for BOS, is silent and `bos` is set."""
-    around: list[tuple[str, int]] = []
-    single = ["$A:0"]
-    for name, default in (("bos", bos), ("eos", False)):
-        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if (
-            metadata.get(f"tokenizer.ggml.add_{name}_token", default)
-            and type(index) is int
-            and 0 <= index < len(tokens)
-        ):
-            around.append((tokens[index], index))
-            single.insert(0 if name == "bos" else len(single), f"{tokens[index]}:0")
-    if around:
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=around)
+    named = named_tokens(metadata)
+
+    def asked(name: str, default: bool) -> list[str]:
+        token = named.get(f"{name}_token") if metadata.get(f"tokenizer.ggml.add_{name}_token", default) else None
+        return [] if token is None else [token]
+
+    before, behind = asked("bos", bos), asked("eos", False)
+    special = [(token, tokenizer.token_to_id(token)) for token in (*before, *behind)]
+    tokenizer.post_processor = processors.TemplateProcessing([*before, "$A", *behind], special_tokens=special)

@@ -1,7 +1,8 @@
-"""A conversation as a template gets it: plain values, as transformers passes them, or a typed error."""
+"""A conversation as a template gets it: the values of JSON, as transformers passes them, or a typed error."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import isroutine
@@ -13,6 +14,7 @@ from wavecore.transport.wire.checks import OF_REQUEST, shown
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 4096
+MAX_CHARACTERS = 12 << 20  # in JSON
 # Variables that the call itself makes, and what transformers' call takes that ours does not
 # fmt: off
 RESERVED = frozenset({
@@ -51,11 +53,13 @@ class ChatOptions:
 _CHECKS = field_checks(ChatOptions, OF_REQUEST)
 
 
-def plain_conversation(messages: Any, tools: Any, variables: Any) -> dict[str, Any]:
-    """What a template gets of a call, as plain values. What is absent in a message stays so, and None stays None.
+def conversation_json(messages: Any, tools: Any, variables: Any) -> str:
+    """What a template gets of a call, in JSON: what is absent in a message stays so, and None stays None.
+
+    It is made in one call, for while other threads run, an event loop waits.
 
     Raises:
-        ValidationError: malformed; no value of the kinds that JSON has.
+        ValidationError: malformed; no value of the kinds that JSON has; too long for any model.
         NotSupportedError: content other than text.
     """
     if not isinstance(variables, Mapping):
@@ -68,58 +72,55 @@ def plain_conversation(messages: Any, tools: Any, variables: Any) -> dict[str, A
         raise ValidationError("messages", 'must be a list of at least one {"role": ..., "content": ...}')
     if tools is not None:
         tools = [_schema(t) if isroutine(t) else t for t in OF_REQUEST.entries("tools", tools, MAX_TOOLS)]
-    return {
-        **{name: plain(f"chat_template_kwargs: {name}", value) for name, value in variables.items()},
-        "messages": [_message(i, message) for i, message in enumerate(plain("messages", listed))],
-        "tools": plain("tools", tools),
-    }
+    found = [_message(i, message) for i, message in enumerate(listed)]
+    length = sum(len(message["content"]) for message in found if isinstance(message.get("content"), str))
+    if length <= MAX_CHARACTERS:
+        given = {**variables, "messages": found, "tools": tools}
+        text = "{" + ", ".join([f"{json.dumps(name)}: {as_json(name, value)}" for name, value in given.items()]) + "}"
+        length = len(text)
+    if length > MAX_CHARACTERS:
+        raise ValidationError("messages", f"hold {length} characters; the limit is {MAX_CHARACTERS}")
+    return text
 
 
-def plain(name: str, value: Any, change: Callable[[str], str] = str) -> Any:
-    """What JSON can carry; an object that stands for a dictionary (a dataclass, a pydantic model) becomes one.
-
-    Args:
-        name: the field at fault, for errors.
-        change: applied to every string, keys included.
+def as_json(name: str, value: Any) -> str:
+    """A value in JSON; an object that stands for a dictionary (a dataclass, a pydantic model) becomes one.
 
     Raises:
-        ValidationError: other objects, or nested without end.
+        ValidationError: other objects, or nested without end; `name` is the field at fault.
     """
-
-    def made(value: Any) -> Any:
-        if isinstance(value, str):
-            return change(value)
-        if value is None or isinstance(value, bool | int | float):
-            return value
-        if isinstance(value, Mapping):
-            return {made(key): made(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [made(item) for item in value]
-        if is_dataclass(value) and not isinstance(value, type):
-            return {field.name: made(getattr(value, field.name)) for field in fields(value)}
-        for method in ("model_dump", "tolist"):  # pydantic's models, numpy's values
-            if callable(dump := getattr(value, method, None)):
-                return made(dump())
-        raise ValidationError(name, f"must be plain values, not {shown(value)}")
-
     try:
-        return made(value)
-    except (RecursionError, TypeError) as error:  # a key that JSON does not have, say
-        raise ValidationError(name, f"must be plain values: {error}") from None
+        return json.dumps(value, default=_plain)
+    except Exception as error:  # whatever objects raise that stand for others
+        raise ValidationError(name, f"must be plain values: {error!r:.300}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    for method in ("model_dump", "tolist"):  # pydantic's models, numpy's values
+        if callable(dump := getattr(value, method, None)):
+            return dump()
+    raise TypeError(f"{shown(value)} is none")
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise ValidationError("messages", f"message {index} must be a dictionary, not {shown(message)}")
-    role, content = message.get("role"), message.get("content")
+    try:
+        message = message if isinstance(message, dict) else _plain(message)
+        role, content = message.get("role"), message.get("content")
+    except Exception as error:
+        what = f"message {index} must be a dictionary, not {shown(message)} ({error!r:.200})"
+        raise ValidationError("messages", what) from error
     if not isinstance(role, str) or not role:
         raise ValidationError("messages", f"message {index}: role must be text, not {shown(role)}")
-    if not isinstance(content, str | list | None):
+    if not isinstance(content, str | list | tuple | None):
         raise ValidationError("messages", f"message {index}: content must be text or a list of text parts")
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict) and part.get("type") in MEDIA:
-            what = f"message {index} holds a part of type {part['type']!r}"
-            raise NotSupportedError(f"messages: {what}; only text is supported")
+    for part in content if isinstance(content, list | tuple) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else getattr(part, "type", None)
+        if kind in MEDIA:
+            raise NotSupportedError(f"messages: message {index} holds a part of type {kind!r}; only text is supported")
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 

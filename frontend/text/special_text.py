@@ -14,8 +14,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
-from wavecore.transport.errors import ValidationError
-
 _MARKS = range(0xF0000, 0x110000)  # for private use: no text has a need of them
 # One of them in any of the ways that `_ways` has
 _WRITTEN = re.compile(
@@ -66,30 +64,32 @@ class SpecialText:
         """A rendered text in the pieces that are encoded apart; joined they are the text without marks."""
         parts = written(mark).split(text)
         whole = "".join(parts)
-        cuts = [at for at in accumulate(map(len, parts[:-1])) if self._forms_across(whole, at)]
-        return [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+        return _cut(whole, [at for at in accumulate(map(len, parts[:-1])) if self._forms_across(whole, at)])
+
+    def apart(self, text: str) -> list[str]:
+        """A whole text of a user in pieces of which none holds a special token."""
+        if self._single is not None:
+            text = self._single.sub("\ufffd", text)
+        return _cut(text, [found.end() for found in self._find.finditer(text)] if self._longest else [])
 
     def _forms_across(self, text: str, at: int) -> bool:
         low, high = max(0, at - self._longest + 1), at + self._longest - 1
         return any(m.start() < at < m.end(m.lastindex or 0) for m in self._find.finditer(text, low, high))
 
 
-def unused_characters(name: str, text: str, count: int) -> list[str]:
-    """Characters for private use that a text does not contain, in no way of writing them.
-
-    Raises:
-        ValidationError: it contains all of them; `name` is the field at fault.
-    """
+def unused_characters(text: str, count: int) -> list[str]:
+    """Characters for private use that a text does not contain, in no way of writing them; fewer if it leaves fewer."""
     used = set(_WRITTEN.findall(text))
-    unused = [c for c in map(chr, _MARKS[: len(used) + count]) if used.isdisjoint(_ways(c))]
-    if len(unused) < count:
-        raise ValidationError(name, "holds every character for private use; leave some of U+F0000 to U+10FFFF out")
-    return unused[:count]
+    return [c for c in map(chr, _MARKS[: len(used) + count]) if used.isdisjoint(_ways(c))][:count]
 
 
 def written(mark: str) -> re.Pattern[str]:
     """Finds a mark in a rendered text."""
     return re.compile("|".join(map(re.escape, _ways(mark))))
+
+
+def _cut(text: str, cuts: list[int]) -> list[str]:
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 def _ways(mark: str) -> tuple[str, ...]:

@@ -26,13 +26,17 @@ from typing import Any, NoReturn
 import jinja2.constants
 import jinja2.debug  # noqa: F401
 from jinja2 import Template, TemplateError, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+
+from wavecore.frontend.text.special_text import SpecialText, unused_characters, written
 
 MAX_ERROR = 1000  # characters
+
+
+class Invalid(Exception):
+    """What is wrong with a conversation."""
 
 
 class Refused(TemplateError):
@@ -43,7 +47,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     """Where a template runs: as in transformers (`utils/chat_template_utils.py`), by names and by what they do."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _tojson
-    made.globals |= {"namespace": _Namespace, "raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    made.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return made
 
 
@@ -59,20 +63,6 @@ class _Generation(Extension):
 
     def _text(self, caller: Callable[[], str]) -> str:
         return caller()
-
-
-class _Namespace(Namespace):
-    """Without names that begin with an underscore, which could stand in for Python's own."""
-
-    def __init__(self, /, *pairs: Any, **entries: Any) -> None:
-        super().__init__()
-        for name, value in dict(*pairs, **entries).items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"{name!r:.80} cannot be an attribute of a namespace")
-        super().__setitem__(name, value)
 
 
 def _tojson(
@@ -94,8 +84,68 @@ def _compiled(source: str) -> Template:
     return environment().from_string(source)
 
 
+_special_text = lru_cache(1)(SpecialText)
+
+
+def _render(source: str, special: list[str], own: dict[str, Any], given: dict[str, Any], continues: bool) -> list[str]:
+    """The text of a conversation, in pieces (see `special_text`).
+
+    Args:
+        special: texts of special tokens.
+        own: variables for the template that may hold them.
+        given: variables whose strings are text, "messages" among them.
+        continues: end where the content of the last message does.
+    """
+    known = _special_text(tuple(special))
+    # JSON doubles backslashes, with which a text may spell a character.
+    seen = json.dumps([source, own, given], ensure_ascii=False).replace("\\\\", "\\")
+    unused = unused_characters(seen, 2)
+    if len(unused) < 2:
+        raise Invalid("hold every character for private use; leave some of U+F0000 to U+10FFFF out")
+    mark, end = unused
+    marked = _changed(given, lambda text: known.mark(text, mark))
+    content = _mark_end(marked["messages"][-1], end) if continues else ""
+    text = _compiled(source).render({**own, **marked})
+    return known.pieces(_cut_at_end(text, end, content) if continues else text, mark)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A value of JSON with every string changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _changed(item, change) for key, item in value.items()}
+    return [_changed(item, change) for item in value] if isinstance(value, list) else value
+
+
+def _mark_end(message: dict[str, Any], end: str) -> str:
+    """Put `end` and a space behind the content of a message (its last text part); the content before.
+
+    The space shows afterwards whether the template stripped the content, as in transformers.
+    """
+    content = message.get("content")
+    texts = [p for p in content if isinstance(p, dict) and "text" in p] if isinstance(content, list) else []
+    part, key = (texts[-1], "text") if texts else (message, "content")
+    if not isinstance(content := part.get(key), str):
+        raise Invalid("continue_final_message needs a last message with text")
+    part[key] = f"{content}{end} "
+    return content
+
+
+def _cut_at_end(text: str, end: str, content: str) -> str:
+    """A rendered text up to where the marked content ends."""
+    ends = [*written(end).finditer(text)]
+    if not ends or content.strip() not in text:
+        raise Invalid("continue_final_message needs a last message that the template shows whole")
+    before = text[: ends[-1].start()]
+    for shown in (f"{end} ", end):  # a template may show the content more than once
+        before = written(shown).sub("", before)
+    return before if text.startswith(" ", ends[-1].end()) else before.rstrip()
+
+
 def main(seconds: int, memory: int) -> None:
-    """Say that it started; then answer lines of JSON, [source, variables], with [kind, text] (see `template_process`).
+    """Say that it started; then answer lines of JSON, [[source, special tokens], [own, given, continues]], with [kind,
+    answer] (see `template_process`).
 
     Args:
         seconds: of CPU time for one answer.
@@ -107,25 +157,27 @@ def main(seconds: int, memory: int) -> None:
         with suppress(ValueError):  # the limit is lower already
             resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (memory if limit == "AS" else 0,) * 2)
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    _answer("text", "")
+    _answer("text", [])
     for line in sys.stdin:
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, most))
         kind = "broken"
         try:
-            source, variables = json.loads(line)
-            template = _compiled(source)
+            [source, special], conversation = json.loads(line)
+            _compiled(source)
             kind = "failed"
-            _answer("text", template.render(variables))
+            _answer("text", _render(source, special, *conversation))
         except MemoryError:
             os._exit(1)
         except Refused as error:
-            _answer("refused", str(error)[:MAX_ERROR])
+            _answer("invalid", f"the chat template refused them: {error}"[:MAX_ERROR])
+        except Invalid as error:
+            _answer("invalid", str(error))
         except Exception as error:  # whatever code in a template may raise
             _answer(kind, f"{type(error).__name__}: {error}"[:MAX_ERROR])
 
 
-def _answer(kind: str, text: str) -> None:
-    sys.stdout.write(json.dumps([kind, text]) + "\n")
+def _answer(kind: str, answer: str | list[str]) -> None:
+    sys.stdout.write(json.dumps([kind, answer]) + "\n")
     sys.stdout.flush()
 
 

@@ -1,13 +1,11 @@
 """The processes in which chat templates run, one a template: started at its first use, kept warm, killed when too slow.
 
-All clients in this program share them. A process ends with this program, because its socket closes then, and earlier
-when others were used since or an `LLM` shuts down: the next chat starts it again. A signal handler may shut down, so
-nothing on that way takes a lock. A fork of this program lets go of its parent's processes.
+A process ends with this program, because its socket closes then, and earlier when others were used since or `close` is
+called: the next chat starts it again. A signal handler may close, so nothing on that way takes a lock.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -15,72 +13,77 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections import deque
-from pathlib import Path
 from threading import Semaphore
+from typing import Any
 
+from wavecore.transport import forks
 from wavecore.transport.errors import ResourceError
+from wavecore.transport.processes.process import python_path
 
 MAX_SECONDS = 3  # for one answer, with compiling the template
 MAX_MEMORY = 1 << 30  # bytes of address space
-MAX_BYTES = 32 << 20  # of what is sent to a template, and of its answer
+MAX_BYTES = 16 << 20  # of what is sent to a template, and of its answer
 MAX_BUSY, MAX_IDLE = 8, 4  # processes
 START_SECONDS = 60.0
-PROGRAM = str(Path(__file__).with_name("template_child.py"))
-# What Python needs to find jinja2, and the time zone. The rest is not for a template's eyes: it may hold secrets.
-ENVIRONMENT = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
+PROGRAM = "wavecore.frontend.text.template_child"
+# What Python needs beside its path, and the time zone. The rest is not for a template's eyes: it may hold secrets.
+ENVIRONMENT = ("LD_LIBRARY_PATH", "PYTHONHOME", "TZ")
 
-
-Answer = tuple[str, str]
-"""A kind that says what the string is: the rendered "text", or why there is none: the template "refused" its variables,
-"failed", is "broken" (it does not compile), or its process is "gone"."""
+Answer = tuple[str, Any]
+"""A kind that says what the other is: the "text" in pieces (see `special_text`), or as a string why there is none: the
+conversation is "invalid", the template "failed" or is "broken" (it does not compile), or its process is "gone"."""
 
 
 class TemplateProcess:
     """One process.
 
     Args:
-        source: of its template.
-
-    Attributes:
-        process: of the operating system.
+        template: in JSON, and what else belongs to each question.
 
     Raises:
         ResourceError: the machine cannot start a process just now.
     """
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    def __init__(self, template: str) -> None:
+        self.template = template
+        self._started = False
+        kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         with contextlib.ExitStack() as undo:
             try:
                 self._socket, theirs = map(undo.enter_context, socket.socketpair())
                 self.process = subprocess.Popen(
                     # -P: the program's own folder is no place to import from
-                    [sys.executable, "-P", PROGRAM, str(MAX_SECONDS), str(MAX_MEMORY)],
+                    [sys.executable, "-P", "-m", PROGRAM, str(MAX_SECONDS), str(MAX_MEMORY)],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=subprocess.DEVNULL,
-                    env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+                    env={**kept, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))},
                     start_new_session=True,  # a terminal's Ctrl-C is not for it
                 )
             except OSError as error:
                 raise ResourceError(f"the process of a chat template could not be started: {error}") from error
             undo.pop_all()
         theirs.close()
-        if self._ask(b"", START_SECONDS)[0] == "gone":
-            self.end()
-            raise ResourceError(f"{sys.executable} {PROGRAM} did not start; does it find jinja2?")
 
-    def ask(self, variables: str) -> Answer:
-        """What the template makes of variables in JSON. Of no use any more when the answer is "gone"."""
-        return self._ask(f"[{json.dumps(self.source)}, {variables}]\n".encode(), MAX_SECONDS)
+    def ask(self, conversation: str) -> Answer:
+        """What the template makes of a conversation in JSON. Of no use any more when the answer is "gone".
+
+        Raises:
+            ResourceError: it did not start.
+        """
+        if not self._started and self._ask(b"", START_SECONDS)[0] == "gone":
+            raise ResourceError(f"{sys.executable} -m {PROGRAM} did not start; does it find jinja2?")
+        self._started = True
+        return self._ask(f"[{self.template}, {conversation}]\n".encode(), MAX_SECONDS)
 
     def end(self) -> None:
         self._socket.close()
         self.process.kill()
         self.process.wait()
 
-    def forget(self) -> None:
+    def forked(self) -> None:
         """In a fork: the process is the parent's."""
         self._socket.close()
         self.process.returncode = 0
@@ -96,8 +99,8 @@ class TemplateProcess:
                 line += self._socket.recv(1 << 20) or b"it ended\n"
                 if len(line) > MAX_BYTES:
                     return "gone", f"it made more than {MAX_BYTES} bytes of text"
-            kind, text = json.loads(line)
-            return str(kind), str(text)
+            kind, answer = json.loads(line)
+            return kind, answer
         except TimeoutError:
             return "gone", f"it took more than {seconds:g} s"
         except (OSError, ValueError, TypeError, RecursionError):
@@ -105,39 +108,50 @@ class TemplateProcess:
 
 
 class TemplateProcesses:
-    """Those of this program."""
+    """Those of one tokenizer. They end when it is collected."""
 
     def __init__(self) -> None:
-        self._begin()
-        atexit.register(self.close)
-        os.register_at_fork(after_in_child=self._forget)
+        self._turns, self._closed = Semaphore(MAX_BUSY), 0
+        self._busy, self._idle = set[TemplateProcess](), deque[TemplateProcess]()
+        forks.tell(self)
+        weakref.finalize(self, _end, self._idle, 0)
 
-    def render(self, source: str, variables: str) -> Answer:
-        """What a template makes of variables in JSON, within seconds whatever it does; ResourceError as above."""
-        with self._busy:
-            process = self._take(source) or TemplateProcess(source)
-            kind, text = "gone", ""
+    def ask(self, template: str, conversation: str) -> Answer:
+        """What a template makes of a conversation within seconds, whatever it does; ResourceError as above."""
+        with self._turns:
+            closed, answer = self._closed, ("gone", "")
+            process = self._take(template) or TemplateProcess(template)
+            self._busy.add(process)
             try:
-                kind, text = process.ask(variables)
+                answer = process.ask(conversation)
             finally:
-                if kind in ("gone", "broken"):
+                self._busy.discard(process)
+                if answer[0] in ("gone", "broken"):
                     process.end()
                 else:
                     self._idle.append(process)
-        self.close(MAX_IDLE)
-        return kind, text
+                _end(self._idle, MAX_IDLE if closed == self._closed else 0)
+        return answer
 
-    def close(self, most: int = 0) -> None:
-        """End idle ones until so many are left, those first that were used least recently."""
+    def close(self) -> None:
+        """End them all; who waits for one hears that it is gone."""
+        self._closed += 1
+        for process in list(self._busy):
+            process.process.kill()
+        _end(self._idle, 0)
+
+    def forked(self) -> None:
+        for process in (*self._idle, *self._busy):
+            process.forked()
+        self._turns = Semaphore(MAX_BUSY)
+        self._idle.clear()
+        self._busy.clear()
+
+    def _take(self, template: str) -> TemplateProcess | None:
         with contextlib.suppress(IndexError):  # another thread was quicker
-            while len(self._idle) > most:
-                self._idle.popleft().end()
-
-    def _take(self, source: str) -> TemplateProcess | None:
-        with contextlib.suppress(IndexError):
             for _ in range(len(self._idle)):
                 process = self._idle.popleft()
-                if process.source != source:
+                if process.template != template:
                     self._idle.append(process)
                 elif process.process.poll() is None:
                     return process
@@ -145,13 +159,9 @@ class TemplateProcesses:
                     process.end()
         return None
 
-    def _begin(self) -> None:
-        self._busy, self._idle = Semaphore(MAX_BUSY), deque[TemplateProcess]()
 
-    def _forget(self) -> None:
-        for process in self._idle:
-            process.forget()
-        self._begin()
-
-
-PROCESSES = TemplateProcesses()
+def _end(idle: deque[TemplateProcess], most: int) -> None:
+    """Until so many are left, those first that were used least recently."""
+    with contextlib.suppress(IndexError):  # another thread was quicker
+        while len(idle) > most:
+            idle.popleft().end()

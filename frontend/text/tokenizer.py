@@ -19,8 +19,9 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.text.chat_template import ChatTemplate
 from wavecore.frontend.text.detokenizer import ByteDetokenizer, ByteTable, Detokenizer, StreamDetokenizer, is_byte_level
 from wavecore.frontend.text.length_bound import LengthBound
-from wavecore.frontend.text.messages import ChatOptions, Tools, plain, plain_conversation
-from wavecore.frontend.text.special_text import SpecialText, unused_characters, written
+from wavecore.frontend.text.messages import ChatOptions, Tools, conversation_json
+from wavecore.frontend.text.special_text import SpecialText
+from wavecore.frontend.text.template_process import TemplateProcesses
 from wavecore.transport.errors import NotSupportedError, ValidationError
 from wavecore.transport.wire.checks import OF_REQUEST
 
@@ -52,6 +53,7 @@ class Tokenizer:
     origin: str
     chat_template: ChatTemplate | None = None
     named_tokens: Mapping[str, str] = field(default_factory=dict)
+    _processes: TemplateProcesses = field(default_factory=TemplateProcesses, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.backend.no_truncation()
@@ -71,8 +73,7 @@ class Tokenizer:
         """
         if parse_special:
             return self._encode(text, add_special_tokens)
-        [mark] = unused_characters("prompt", text, 1)
-        ids = self._encode_pieces(self._special_text.pieces(self._special_text.mark(text, mark), mark))
+        ids = self._encode_pieces(self._special_text.apart(text))
         before, after = self._around if add_special_tokens else ([], [])
         return [*before, *ids, *after]
 
@@ -119,19 +120,15 @@ class Tokenizer:
             raise NotSupportedError(
                 f"{self.origin} has no chat template; give one as chat_template=, or use generate() with a whole prompt"
             )
+        own = {
+            "documents": None,
+            **self.named_tokens,
+            "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
+        }
         variables = {} if options.chat_template_kwargs is None else options.chat_template_kwargs
-        conversation = plain_conversation(messages, options.tools, variables)
-        special, continues = self._special_text, options.continue_final_message
-        try:
-            seen = json.dumps([conversation, template.source], ensure_ascii=False)
-        except ValueError as error:  # a number of thousands of digits
-            raise ValidationError("messages", f"cannot be written as JSON: {error}") from error
-        mark, end = unused_characters("messages", seen, 2)
-        marked = plain("messages", conversation, lambda text: special.mark(text, mark))
-        content = _mark_end(marked["messages"][-1], end) if continues else ""
-        opened = {"add_generation_prompt": options.add_generation_prompt and not continues}
-        text = template.render({"documents": None, **self.named_tokens, **marked, **opened})
-        pieces = special.pieces(_cut_at_end(text, end, content) if continues else text, mark)
+        given = conversation_json(messages, options.tools, variables)
+        conversation = f"[{json.dumps(own)}, {given}, {json.dumps(options.continue_final_message)}]"
+        pieces = template.render(self._processes, [*self.special_tokens.values()], conversation)
         text = "".join(pieces)
         if max_tokens is not None:
             self.check_length(text, max_tokens)
@@ -172,6 +169,10 @@ class Tokenizer:
                 never = f"{stop!r:.80} never comes: skip_special_tokens leaves {inside[0]!r:.80} out of the text"
                 raise ValidationError("stop", f"{never}; stop at that alone, or set skip_special_tokens=False")
         return {ids[stop]: stop for stop in params.stop if stop in ids}
+
+    def close(self) -> None:
+        """End the processes of its chat templates; a chat starts them again. No lock is taken."""
+        self._processes.close()
 
     # --- ids to text ---------------------------------------------------------------------------------------------
 
@@ -281,28 +282,3 @@ class Tokenizer:
             return encoding.ids
         except (UnicodeError, TypeError) as error:
             raise ValidationError("prompt", f"is not valid Unicode text: {error!s:.200}") from error
-
-
-def _mark_end(message: dict[str, Any], end: str) -> str:
-    """Put `end` and a space behind the content of a message (its last text part); the content before.
-
-    The space shows afterwards whether the template stripped the content, as in transformers.
-    """
-    content = message.get("content")
-    texts = [p for p in content if isinstance(p, dict) and "text" in p] if isinstance(content, list) else []
-    part, key = (texts[-1], "text") if texts else (message, "content")
-    if not isinstance(content := part.get(key), str):
-        raise ValidationError("messages", "continue_final_message needs a last message with text")
-    part[key] = f"{content}{end} "
-    return content
-
-
-def _cut_at_end(text: str, end: str, content: str) -> str:
-    """A rendered text up to where the marked content ends."""
-    ends = [*written(end).finditer(text)]
-    if not ends or content.strip() not in text:
-        raise ValidationError("messages", "continue_final_message needs a last message that the template shows whole")
-    before = text[: ends[-1].start()]
-    for shown in (f"{end} ", end):  # a template may show the content more than once
-        before = written(shown).sub("", before)
-    return before if text.startswith(" ", ends[-1].end()) else before.rstrip()

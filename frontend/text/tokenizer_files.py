@@ -10,18 +10,15 @@ from typing import Any
 import tokenizers
 
 from wavecore.engine_core.api.gguf_file import read_gguf
-from wavecore.engine_core.api.model_files import read_json, unreadable
+from wavecore.engine_core.api.model_files import read_json, read_text, unreadable
 from wavecore.engine_core.api.special_tokens import SpecialTokens, read_special_tokens
 from wavecore.frontend.text.chat_template import ChatTemplate
-from wavecore.frontend.text.gguf_tokenizer import tokenizer_from_gguf
+from wavecore.frontend.text.gguf_tokenizer import WAY_OUT, named_tokens, tokenizer_from_gguf
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import ModelError
 
-MAX_FILE = 256 << 20
 # What is taken of generation_config.json; "max_new_tokens" is SamplingParams' "max_tokens"
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-# A named token -> its name in a GGUF file's metadata
-NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -44,9 +41,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not file.exists():
         backend, named = _from_transformers(folder, config)
         return Tokenizer(backend, str(folder), template, named)
-    _check_size(file)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_str(read_text(file))
+    except ModelError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception
         raise unreadable(file, error) from error
     _add_tokens(backend, known, folder)
@@ -84,16 +82,10 @@ def generation_defaults(path: str | Path) -> dict[str, Any]:
 def _from_gguf(path: Path) -> Tokenizer:
     metadata = read_gguf(path).metadata
     backend = tokenizer_from_gguf(str(path), metadata)
-    tokens = metadata["tokenizer.ggml.tokens"]
-    named = {}
-    for name, theirs in NAMED_TOKENS.items():
-        index = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
-        if type(index) is int and 0 <= index < len(tokens):
-            named[name] = tokens[index]
     key = "tokenizer.chat_template"
     templates = {"default": metadata.get(key)}
     templates |= {name.removeprefix(f"{key}."): metadata[name] for name in metadata if name.startswith(f"{key}.")}
-    return Tokenizer(backend, str(path), _chat_template(templates, path), named)
+    return Tokenizer(backend, str(path), _chat_template(templates, path), named_tokens(metadata))
 
 
 def _from_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -101,9 +93,7 @@ def _from_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[tokeniz
     if "auto_map" in config:
         raise ModelError(f"{folder}: its tokenizer is code that came with the model (auto_map), which is never run")
     if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
-        raise ModelError(
-            f"{folder} has no tokenizer; give tokenizer=FOLDER (--tokenizer FOLDER) or skip_tokenizer_init=True"
-        )
+        raise ModelError(f"{folder} has no tokenizer; {WAY_OUT} or skip_tokenizer_init=True")
     from transformers import AutoTokenizer
 
     try:
@@ -125,22 +115,14 @@ def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
     files = {path.stem: path for path in folder.glob("additional_chat_templates/*.jinja")}
     if (file := folder / "chat_template.jinja").exists():
         files["default"] = file
-    for path in files.values():
-        _check_size(path)
     found = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
         found = {t.get("name"): t.get("template") for t in found if isinstance(t, Mapping)}
     named = dict(found) if isinstance(found, Mapping) else {"default": found}
-    named |= {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    named |= {name: read_text(path) for name, path in files.items()}
     return _chat_template(named, files.get("default", folder / "tokenizer_config.json"))
 
 
 def _chat_template(named: Mapping[Any, Any], origin: Path) -> ChatTemplate | None:
     texts = {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
     return ChatTemplate(texts.pop("default", ""), str(origin), texts) if texts else None
-
-
-def _check_size(path: Path) -> None:
-    size = path.stat().st_size
-    if size > MAX_FILE:
-        raise ModelError(f"{path} has {size} bytes; the limit is {MAX_FILE}")

@@ -8,7 +8,6 @@ from pathlib import Path
 import compare_templates
 import pytest
 
-from wavecore.frontend.text.template_process import PROCESSES
 from wavecore.frontend.text.tokenizer import Tokenizer
 
 
@@ -25,7 +24,6 @@ def test_templates_are_found_in_files_of_every_kind(tmp_path: Path, capsys: pyte
     )
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert compare_templates.main([str(tmp_path)]) == 0
-    PROCESSES.close()
     count = len(compare_templates.CONVERSATIONS)
     assert capsys.readouterr().out == f"4 templates, {count} conversations each: 0 differ\n"
     assert count >= 20

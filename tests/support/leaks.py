@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 from tests.support.waiting import until
 
-from wavecore.frontend.text.template_process import PROCESSES
+from wavecore.frontend.text.template_process import TemplateProcesses
 from wavecore.transport.processes.runtime_dir import RuntimeDir
 
 
@@ -29,7 +29,9 @@ def nothing_left(folder: Path) -> Iterator[None]:
     children, threads, files, descriptors = _children(), _threads(), _files(folder), _descriptors()
     yield
     gc.collect()  # an exception that was caught keeps its frames, and they all that a test made
-    PROCESSES.close()  # kept warm for the next chat
+    for found in gc.get_objects():
+        if isinstance(found, TemplateProcesses):
+            found.close()  # kept warm for the next chat
     RuntimeDir(None).remove()  # what a killed supervisor left, the next start removes
     # An object that was dropped ends its engine beside what follows, so all of this may take a moment.
     for what, before, now in (

@@ -87,6 +87,7 @@ class Child:
             ours.callback(self.progress.close)
             fds = {"config": config, "status": status, "parent": parent, "progress": progress}
             arguments = [word for name, fd in fds.items() for word in (f"--{name}-fd", str(fd))]
+            env = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.env}
             self._process = subprocess.Popen(
                 # -P: the current folder is no place to import from, it may hold a module of any name
                 [sys.executable, "-P", "-m", spec.module, *arguments, *argv],
@@ -94,7 +95,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 pass_fds=tuple(fds.values()),
-                env=_environment(spec.env),
+                env={**env, "PYTHONPATH": python_path(env.get("PYTHONPATH", ""))},
                 start_new_session=True,  # a terminal's Ctrl-C is the supervisor's business
             )
             self.pid = self._process.pid
@@ -170,13 +171,12 @@ def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int
     return read, write
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Ours plus `extra`; a package that runs from a source tree stays importable in the child."""
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", **extra}
+def python_path(inherited: str) -> str:
+    """The PYTHONPATH of a child: a package that runs from a source tree stays importable there."""
     root = Path(__file__).absolute().parents[3]
-    if root.name not in ("site-packages", "dist-packages"):  # those are on the path already, behind the stdlib
-        env["PYTHONPATH"] = os.pathsep.join(p for p in (str(root), env.get("PYTHONPATH", "")) if p)
-    return env
+    # Where packages are installed is on the path already, behind the stdlib.
+    own = "" if root.name in ("site-packages", "dist-packages") else str(root)
+    return os.pathsep.join(path for path in (own, inherited) if path)
 
 
 def oom_kills() -> int:

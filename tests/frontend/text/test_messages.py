@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 from collections import UserDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from tests.support.tokenizers_for_tests import TEMPLATE, byte_level
 
 from wavecore.frontend.text.chat_template import ChatTemplate
-from wavecore.frontend.text.messages import ChatOptions, plain, plain_conversation
+from wavecore.frontend.text.messages import MAX_CHARACTERS, ChatOptions, as_json, conversation_json
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import ModelError, NotSupportedError, ValidationError
 
@@ -96,7 +97,7 @@ def test_objects_that_stand_for_dictionaries() -> None:
 
     messages = [Message("user", "a"), UserDict(role=Role.USER, content="b"), Model()]
     variables = {"n": np.int64(3), "values": np.arange(2), "t": (1, 2)}
-    found = plain_conversation(messages, None, variables)
+    found = json.loads(conversation_json(messages, None, variables))
     assert [m["content"] for m in found["messages"]] == ["a", "b", "c"]
     assert (found["n"], found["values"], found["t"], found["tools"]) == (3, [0, 1], [1, 2], None)
 
@@ -105,9 +106,9 @@ def test_python_functions_are_tools() -> None:
     from transformers.utils import get_json_schema
 
     schema = get_json_schema(weather)
-    assert plain_conversation([ASK], [weather, schema], {})["tools"] == [schema, schema]
+    assert json.loads(conversation_json([ASK], [weather, schema], {}))["tools"] == [schema, schema]
     with pytest.raises(ValidationError, match=r"tools: no schema can be made of .*lambda.* docstring"):
-        plain_conversation([ASK], [lambda: 1], {})
+        conversation_json([ASK], [lambda: 1], {})
 
 
 MALFORMED = [
@@ -119,15 +120,18 @@ MALFORMED = [
 @pytest.mark.parametrize("messages", MALFORMED)
 def test_malformed_messages_are_refused(messages: Any) -> None:
     with pytest.raises(ValidationError, match="messages"):
-        plain_conversation(messages, None, {})
+        conversation_json(messages, None, {})
 
 
 def test_values_without_end_are_refused(tokenizer: Tokenizer) -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(ValidationError, match="recursion"):
-        plain("x", endless)
-    for value in (endless, 10**5000):
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (endless, deep, 10**5000):
+        with pytest.raises(ValidationError, match="x: must be plain values"):
+            as_json("x", value)
         with pytest.raises(ValidationError):
             tokenizer.apply_chat_template([{**ASK, "n": value}])
 
@@ -135,7 +139,7 @@ def test_values_without_end_are_refused(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video"])
 def test_only_text_is_supported(kind: str) -> None:
     with pytest.raises(NotSupportedError, match=f"message 0 holds a part of type '{kind}'"):
-        plain_conversation([{"role": "user", "content": [{"type": kind, kind: {"url": "http://x"}}]}], None, {})
+        conversation_json([{"role": "user", "content": [{"type": kind, kind: {"url": "http://x"}}]}], None, {})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ def test_only_text_is_supported(kind: str) -> None:
 )
 def test_names_that_are_taken_are_refused(kwargs: Any) -> None:
     with pytest.raises(ValidationError, match="chat_template_kwargs"):
-        plain_conversation([ASK], None, kwargs)
+        conversation_json([ASK], None, kwargs)
 
 
 def test_calling_a_tokenizer(tokenizer: Tokenizer) -> None:
@@ -197,8 +201,7 @@ def test_every_private_character_in_use_is_a_typed_error(tokenizer: Tokenizer) -
     everything = "".join(map(chr, range(0xF0000, 0x110000)))
     with pytest.raises(ValidationError, match="private use"):
         tokenizer.apply_chat_template([{**ASK, "content": everything}])
-    with pytest.raises(ValidationError, match="private use"):
-        tokenizer.encode(everything, parse_special=False)
+    assert tokenizer.decode(tokenizer.encode(everything, parse_special=False)) == everything
     most = everything[:-2]
     assert most in tokenizer.apply_chat_template([{**ASK, "content": most}], tokenize=False)
 
@@ -218,3 +221,25 @@ def test_templates_by_name(tokenizer: Tokenizer) -> None:
         tokenizer.apply_chat_template([ASK], chat_template="tool_use")
     with pytest.raises(ModelError, match="test"):
         Tokenizer(byte_level(), "test", ChatTemplate("{{", "test")).apply_chat_template([ASK])
+
+
+def test_a_conversation_too_long_for_any_model_is_refused_at_once(tokenizer: Tokenizer) -> None:
+    long = "a" * MAX_CHARACTERS
+    content: Any
+    for content in (long + "a", [{"type": "text", "text": long}]):
+        with pytest.raises(ValidationError, match=rf"messages: hold \d+ characters; the limit is {MAX_CHARACTERS}"):
+            tokenizer.apply_chat_template([{**ASK, "content": content}])
+    with pytest.raises(ValidationError, match=r"chat_template_kwargs|messages: hold"):
+        tokenizer.apply_chat_template([ASK], note=long)
+
+
+def test_parts_may_be_objects(tokenizer: Tokenizer) -> None:
+    @dataclass
+    class Part:
+        type: str
+        text: str
+
+    message = {"role": "user", "content": (Part("text", "a"), UserDict(type="text", text="b"))}
+    assert shown("{% for p in messages[0].content %}{{ p.text }}{% endfor %}", [message]) == "ab"
+    with pytest.raises(NotSupportedError, match="'image'"):
+        shown("x", [{"role": "user", "content": [Part("image", "a")]}])

@@ -14,7 +14,6 @@ from wavecore.frontend.text.chat_template import ChatTemplate
 from wavecore.frontend.text.messages import ChatOptions
 from wavecore.frontend.text.special_text import SpecialText, unused_characters
 from wavecore.frontend.text.tokenizer import Tokenizer
-from wavecore.transport.errors import ValidationError
 
 MARK = "\U000f0000"
 BREAKS = [
@@ -141,11 +140,19 @@ def test_marks_are_found_however_a_template_writes_them() -> None:
 
 
 def test_a_mark_is_in_none_of_the_texts() -> None:
-    assert unused_characters("x", "plain", 2) == ["\U000f0000", "\U000f0001"]
+    assert unused_characters("plain", 2) == ["\U000f0000", "\U000f0001"]
     used = "\U000f0000 \\U000f0001 \\udb80\\udc02"
-    assert unused_characters("x", used, 1) == ["\U000f0003"]
-    with pytest.raises(ValidationError, match=r"x: holds every character"):
-        unused_characters("x", "".join(map(chr, range(0xF0000, 0x110000))), 1)
+    assert unused_characters(used, 1) == ["\U000f0003"]
+    assert unused_characters("".join(map(chr, range(0xF0000, 0x110000))), 1) == []
+
+
+@pytest.mark.parametrize(
+    "spelled", [r"\udb80\udc00 \udb80\udc01", r"\U000f0000 \U000f0001", r"\\udb80\udc00", "\U000f0000"]
+)
+def test_a_text_that_spells_a_mark_is_kept(spelled: str) -> None:
+    for content in (spelled, f"{spelled}<|im_end|>", f"<|im_end|{spelled}>"):
+        text, ids = chat("{{ messages[0].content }}", [{"role": "user", "content": content}])
+        assert (text, control_tokens(ids)) == (content, 0)
 
 
 def test_pieces_of_a_sentencepiece_text_get_no_space() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import resource
 import signal
@@ -17,21 +19,35 @@ from tests.support.chat_templates import template_processes as processes
 from tests.support.waiting import until
 
 from wavecore.frontend.text import template_process
-from wavecore.frontend.text.template_process import MAX_BUSY, MAX_IDLE, MAX_MEMORY, PROCESSES, TemplateProcess
+from wavecore.frontend.text.template_process import (
+    MAX_BUSY,
+    MAX_IDLE,
+    MAX_MEMORY,
+    Answer,
+    TemplateProcess,
+    TemplateProcesses,
+)
 from wavecore.transport.errors import ResourceError
+
+PROCESSES = TemplateProcesses()
 
 
 @pytest.fixture(autouse=True)
 def none_before_and_after() -> Iterator[None]:
-    PROCESSES.close()
+    gc.collect()
     before = psutil.Process().children()
     yield
     PROCESSES.close()
     assert psutil.Process().children() == before
 
 
-def render(source: str) -> tuple[str, str]:
-    return PROCESSES.render(source, "{}")
+def ask(processes: TemplateProcesses, source: str) -> Answer:
+    return processes.ask(json.dumps([source, []]), '[{}, {"messages": []}, false]')
+
+
+def render(source: str) -> Answer:
+    kind, answer = ask(PROCESSES, source)
+    return kind, "".join(answer)
 
 
 def test_a_process_is_kept_for_its_template() -> None:
@@ -94,13 +110,14 @@ def test_a_long_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("said", ["nothing", "[1", '["text"]', "7", "[" * 100_000])
 def test_whatever_a_process_says_is_an_answer(said: str) -> None:
-    process = TemplateProcess("a")
+    process = TemplateProcess('["a", []]')
+    process._started = True
     ours, theirs = template_process.socket.socketpair()
     process._socket.close()
     process._socket = ours
     theirs.sendall(said.encode() + b"\n")
     with theirs:
-        assert process.ask("{}")[0] == "gone"
+        assert process.ask("[]")[0] == "gone"
     process.end()
 
 
@@ -152,11 +169,14 @@ def test_a_python_without_jinja2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PROGRAM = """
 import os, signal, sys
-from wavecore.frontend.text.template_process import PROCESSES, PROGRAM
+from wavecore.frontend.text.template_process import PROGRAM, TemplateProcesses
 import psutil
+own = TemplateProcesses()
+def render(source):
+    return own.ask(f'["{source}", []]', '[{}, {"messages": []}, false]')
 def processes():
     return [p.pid for p in psutil.Process().children() if PROGRAM in p.cmdline()]
-assert PROCESSES.render("a", "{}") == ("text", "a")
+assert render("a") == ("text", ["a"])
 [pid] = processes()
 """
 
@@ -181,11 +201,11 @@ def test_a_fork_has_processes_of_its_own() -> None:
 read, write = os.pipe()
 if not (fork := os.fork()):
     assert not processes()
-    assert PROCESSES.render("a", "{}") == ("text", "a")
+    assert render("a") == ("text", ["a"])
     assert pid not in processes() and len(processes()) == 1
     sys.exit(0)
 assert os.waitpid(fork, 0)[1] == 0
-assert PROCESSES.render("a", "{}") == ("text", "a") and processes() == [pid]
+assert render("a") == ("text", ["a"]) and processes() == [pid]
 if not os.fork():
     os.close(1), os.close(2)
     signal.pause()
@@ -200,12 +220,40 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_signal_handler_may_close() -> None:
+    """Who waits for an answer meanwhile hears that there is none; nothing is left, and the next chat is well."""
     code = """
-signal.signal(signal.SIGALRM, lambda *_: PROCESSES.close())
+from wavecore.transport.errors import ResourceError
+signal.signal(signal.SIGALRM, lambda *_: own.close())
 signal.setitimer(signal.ITIMER_REAL, 0.01, 0.003)
 for i in range(6):
-    assert PROCESSES.render(str(i % 2), "{}") == ("text", str(i % 2))
+    try:
+        kind, answer = render(i % 2)
+    except ResourceError as error:
+        kind, answer = "gone", "did not start"
+    assert (kind, answer) == ("text", [str(i % 2)]) or kind == "gone" and answer, (kind, answer)
 signal.setitimer(signal.ITIMER_REAL, 0)
-print(PROCESSES.render("a", "{}")[1])
+own.close()
+assert not processes()
+print(*render("a")[1])
 """
     assert run(code) == "a\n"
+
+
+def test_closing_ends_one_that_is_busy() -> None:
+    answers: list[Answer] = []
+    thread = threading.Thread(target=lambda: answers.append(ask(PROCESSES, HANGS)))
+    render("a")
+    thread.start()
+    until(lambda: PROCESSES._busy and next(iter(PROCESSES._busy))._started, "its start")
+    PROCESSES.close()
+    thread.join()
+    assert [kind for kind, _ in answers] == ["gone"] and not processes()
+
+
+def test_processes_end_with_their_owner() -> None:
+    own = TemplateProcesses()
+    assert ask(own, "a") == ("text", ["a"])
+    [process] = processes()
+    del own
+    gc.collect()
+    assert not process.is_running()

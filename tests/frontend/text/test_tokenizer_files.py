@@ -13,7 +13,7 @@ import pytest
 from tests.support.tokenizers_for_tests import SPECIAL, byte_level, sentencepiece, write_folder
 
 from wavecore.frontend.text import tokenizer_files
-from wavecore.frontend.text.gguf_tokenizer import tokenizer_from_gguf
+from wavecore.frontend.text.gguf_tokenizer import named_tokens, tokenizer_from_gguf
 from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tokenizer
 from wavecore.transport.errors import ModelError, NotSupportedError
 
@@ -245,6 +245,14 @@ def test_gguf_puts_bos_and_eos_around_a_text_as_llama_cpp(
     tokenizer = tokenizer_from_gguf("x.gguf", metadata)
     plain = tokenizer.encode("a b", add_special_tokens=False).ids
     assert tokenizer.encode("a b").ids == [*before, *plain, *behind]
+
+
+def test_templates_get_every_named_token_of_a_gguf_file() -> None:
+    keys = {"bos": 1, "eos": 2, "unknown": 3, "seperator": 4, "padding": 5, "mask": 6}
+    metadata = byte_level_metadata(**{f"tokenizer.ggml.{name}_token_id": index for name, index in keys.items()})
+    tokens = metadata["tokenizer.ggml.tokens"]
+    names = ("bos", "eos", "unk", "sep", "pad", "mask")
+    assert named_tokens(metadata) == {f"{name}_token": tokens[i] for i, name in enumerate(names, 1)}
 
 
 def test_gguf_sentencepiece() -> None:

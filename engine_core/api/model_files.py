@@ -18,9 +18,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelError: naming the file that is over-size or not a JSON object.
     """
-    if not path.exists():
-        return {}
-    text = read_text(path)
+    text = read_text(path) if path.exists() else "{}"
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

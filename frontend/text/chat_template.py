@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from wavecore.frontend.text.template_process import TemplateProcesses
 from wavecore.transport.errors import ModelError, ValidationError
 
+MAX_TEMPLATE = 1 << 20  # characters of source
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -49,7 +51,9 @@ class ChatTemplate:
             ModelError: the model's template does not compile.
             ResourceError: no process could be started to run it in.
         """
-        kind, answer = processes.ask(json.dumps([self.source, special]), conversation)
+        kind, answer = "broken", f"it has {len(self.source)} characters; the limit is {MAX_TEMPLATE}"
+        if len(self.source) <= MAX_TEMPLATE:
+            kind, answer = processes.ask(json.dumps([self.source, special]), conversation)
         if kind == "text":
             return list(answer)
         if kind == "invalid":

@@ -6,6 +6,7 @@ import re
 import unicodedata
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 
 from wavecore.frontend.text.detokenizer import token_bytes
@@ -31,7 +32,7 @@ class LengthBound:
         steps = b"".join(step.__getstate__() for step in before if step is not None).decode()
         kinds = set(re.findall(r'"type":"(\w+)"', steps))
         self._composes, self._byte_level = "NFC" in kinds, "ByteLevel" in kinds
-        self._certain = (
+        certain = (
             isinstance(model, tokenizers.models.BPE)
             and (self._byte_level or bool(model.byte_fallback))
             and not (model.continuing_subword_prefix or model.end_of_word_suffix)
@@ -39,13 +40,11 @@ class LengthBound:
             and '"behavior":"Removed"' not in steps
             and steps.count('"type":"Replace"') == steps.count(_SPACES)
         )
-        self._weights = np.zeros(256)
-        if self._certain:
-            self._weigh(backend)
+        self._weights = self._weigh(backend) if certain else np.zeros(256)
 
     def exceeds(self, text: str, tokens: int) -> bool:
         """Whether a text certainly has more tokens than that. False says nothing."""
-        if not self._certain or (self._composes and not unicodedata.is_normalized("NFC", text)):
+        if not self._weights.any() or (self._composes and not unicodedata.is_normalized("NFC", text)):
             return False
         least = 0.0
         for at in range(0, len(text), _CHUNK):
@@ -55,7 +54,7 @@ class LengthBound:
                 return True
         return False
 
-    def _weigh(self, backend: tokenizers.Tokenizer) -> None:
+    def _weigh(self, backend: tokenizers.Tokenizer) -> npt.NDArray[np.float64]:
         """Of each byte, 1 over the length in bytes of the longest token that holds it."""
         added, longest = backend.get_added_tokens_decoder(), [1] * 256
         for token in range(backend.get_vocab_size()):
@@ -63,6 +62,7 @@ class LengthBound:
             data = token_bytes(name) if self._byte_level and token not in added else name.encode()
             for byte in {*data, *(b" " if "\u2581" in name else b"")}:  # which may stand for a space
                 longest[byte] = max(longest[byte], len(data))
-        self._weights = 1.0 / np.array(longest)
+        weights = 1.0 / np.array(longest)
         if any(token.lstrip or token.rstrip for token in added.values()):  # these take any white space around them
-            self._weights[list(_WHITE)] = self._weights[128:] = 0.0
+            weights[list(_WHITE)] = weights[128:] = 0.0
+        return weights

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from threading import Semaphore
-from typing import Any
+from typing import Any, Self
 
 from wavecore.transport import forks
 from wavecore.transport.errors import ResourceError
@@ -24,7 +24,7 @@ from wavecore.transport.processes.process import python_path
 
 MAX_SECONDS = 3  # for one answer, with compiling the template
 MAX_MEMORY = 1 << 30  # bytes of address space
-MAX_BYTES = 16 << 20  # of what is sent to a template, and of its answer
+MAX_BYTES = 16 << 20  # of an answer
 MAX_BUSY, MAX_IDLE = 8, 4  # processes
 START_SECONDS = 60.0
 PROGRAM = "wavecore.frontend.text.template_child"
@@ -104,7 +104,7 @@ class TemplateProcess:
         except TimeoutError:
             return "gone", f"it took more than {seconds:g} s"
         except (OSError, ValueError, TypeError, RecursionError):
-            return "gone", f"it needed more than {MAX_MEMORY >> 20} MiB of memory, or crashed"
+            return "gone", f"it needed more than {MAX_MEMORY >> 20} MiB of memory, crashed or was ended"
 
 
 class TemplateProcesses:
@@ -133,6 +133,9 @@ class TemplateProcesses:
                 _end(self._idle, MAX_IDLE if closed == self._closed else 0)
         return answer
 
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()  # a copy of the tokenizer, also in another process, has its own
+
     def close(self) -> None:
         """End them all; who waits for one hears that it is gone."""
         self._closed += 1
@@ -141,6 +144,7 @@ class TemplateProcesses:
         _end(self._idle, 0)
 
     def forked(self) -> None:
+        """In a fork: the processes are the parent's, and so are the threads that wait for them."""
         for process in (*self._idle, *self._busy):
             process.forked()
         self._turns = Semaphore(MAX_BUSY)

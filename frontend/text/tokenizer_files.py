@@ -41,10 +41,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not file.exists():
         backend, named = _from_transformers(folder, config)
         return Tokenizer(backend, str(folder), template, named)
+    text = read_text(file)
     try:
-        backend = tokenizers.Tokenizer.from_str(read_text(file))
-    except ModelError:
-        raise
+        backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises bare Exception
         raise unreadable(file, error) from error
     _add_tokens(backend, known, folder)

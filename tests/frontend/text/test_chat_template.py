@@ -10,7 +10,7 @@ import pytest
 from tests.support.chat_templates import DIVIDES, HANGS, TEMPLATES, template_processes
 from tests.support.waiting import until
 
-from wavecore.frontend.text import template_child, template_process
+from wavecore.frontend.text import chat_template, template_child, template_process
 from wavecore.frontend.text.chat_template import ChatTemplate
 from wavecore.frontend.text.template_process import TemplateProcesses
 from wavecore.transport.errors import ModelError, ValidationError, WavecoreError
@@ -238,6 +238,8 @@ def test_what_is_wrong_with_a_template_is_told_by_whose_it_is() -> None:
         ChatTemplate("{% for %}").render(PROCESSES, [], "[{}, {}, false]")
     with pytest.raises(ValidationError, match=r"messages: the chat template failed: UndefinedError.*\(here\)"):
         render("{{ messages.x.y }}")
+    with pytest.raises(ModelError, match="limit"):
+        render("x" * (chat_template.MAX_TEMPLATE + 1))
 
 
 def test_a_template_is_chosen_by_name_or_for_tools() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import json
+import pickle
 from collections import UserDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,3 +245,10 @@ def test_parts_may_be_objects(tokenizer: Tokenizer) -> None:
     assert shown("{% for p in messages[0].content %}{{ p.text }}{% endfor %}", [message]) == "ab"
     with pytest.raises(NotSupportedError, match="'image'"):
         shown("x", [{"role": "user", "content": [Part("image", "a")]}])
+
+
+def test_a_copy_of_a_tokenizer_chats_on_its_own(tokenizer: Tokenizer) -> None:
+    text = tokenizer.apply_chat_template([ASK], tokenize=False)
+    for copied in (copy.deepcopy(tokenizer), pickle.loads(pickle.dumps(tokenizer))):
+        assert copied.apply_chat_template([ASK], tokenize=False) == text
+        assert copied._processes is not tokenizer._processes

@@ -20,6 +20,7 @@ _WRITTEN = re.compile(
     f"[{chr(_MARKS[0])}-{chr(_MARKS[-1])}]"
     r"|\\udb[89a-f][0-9a-f]\\ud[c-f][0-9a-f]{2}|\\U00(?:0f|10)[0-9a-f]{4}"
 )
+_NOTHING = "(?!)"  # matches nowhere
 
 
 class SpecialText:
@@ -32,7 +33,7 @@ class SpecialText:
     def __init__(self, special: Sequence[str]) -> None:
         several = sorted((s for s in special if len(s) > 1), key=len, reverse=True)
         single = "".join(s for s in special if len(s) == 1)
-        self._single = re.compile(f"[{re.escape(single)}]") if single else None
+        self._single = re.compile(f"[{re.escape(single)}]" if single else _NOTHING)
         self._longest = len(several[0]) if several else 0
         self._lengths = range(1, self._longest)
         self._begins = {s[:cut] for s in several for cut in range(1, len(s))}
@@ -41,18 +42,17 @@ class SpecialText:
         for s in several:  # longest first: of two that begin in one place, the longer is found
             by_first[s[0]].append(re.escape(s[1:]))
         # The first character alone is consumed, so that one token is also found inside another.
-        self._find = re.compile("|".join(f"{re.escape(c)}(?=({'|'.join(rest)}))" for c, rest in by_first.items()))
+        starts = [f"{re.escape(c)}(?=({'|'.join(rest)}))" for c, rest in by_first.items()]
+        self._find = re.compile("|".join(starts) or _NOTHING)
         outer = "".join({c for s in several for c in (s[0], s[-1])})
-        self._hint = re.compile(f"[{re.escape(outer)}]") if outer else None
+        self._hint = re.compile(f"[{re.escape(outer)}]" if outer else _NOTHING)
 
     def mark(self, text: str, mark: str) -> str:
         """A user's string, with marks."""
-        if self._single is not None:
-            text = self._single.sub("\ufffd", text)
-        if self._hint is None or not self._hint.search(text):
+        text = self._single.sub("\ufffd", text)
+        if not self._hint.search(text):
             return text
-        if self._find.search(text):
-            text = self._find.sub(lambda found: found[0] + mark, text)
+        text = self._find.sub(lambda found: found[0] + mark, text)
         core = text.strip()  # a template may strip it, and must find the space at the ends then
         if self._ends & {core[:n] for n in self._lengths}:
             text = text.replace(core, mark + core, 1)
@@ -68,9 +68,8 @@ class SpecialText:
 
     def apart(self, text: str) -> list[str]:
         """A whole text of a user in pieces of which none holds a special token."""
-        if self._single is not None:
-            text = self._single.sub("\ufffd", text)
-        return _cut(text, [found.end() for found in self._find.finditer(text)] if self._longest else [])
+        text = self._single.sub("\ufffd", text)
+        return _cut(text, [found.end() for found in self._find.finditer(text)])
 
     def _forms_across(self, text: str, at: int) -> bool:
         low, high = max(0, at - self._longest + 1), at + self._longest - 1

@@ -138,6 +138,7 @@ def collected(runtime_dir: Path, chance: random.Random) -> None:
 
 def signalled(runtime_dir: Path, chance: random.Random) -> None:
     """Works until a signal comes; its handler shuts the client down, wherever the main thread stands."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # between two tries
     llm = attach(runtime_dir)
     stopped = False
 

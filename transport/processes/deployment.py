@@ -96,13 +96,6 @@ class Deployment:
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Deployment:
-        """Raises:
-        ProtocolError: it is no deployment.
-        """
-        return from_plain(cls, parse_json(text))
-
 
 T = TypeVar("T", Cause, EngineEntry, Deployment)
 
@@ -190,7 +183,7 @@ def read(runtime_dir: str | Path | Address) -> Deployment:
         return Deployment("ready", 0, (EngineEntry(0, "ready", input=first, output=second, server_key=server),))
     path = Path(runtime_dir) / FILE
     try:
-        deployment = Deployment.from_json(read_small(path, MAX_BYTES))
+        deployment = from_plain(Deployment, parse_json(read_small(path, MAX_BYTES)))
     except FileNotFoundError:
         raise StartError(
             f"no deployment at {path}: it was never started or has been stopped; start one with `wavecore engine`"

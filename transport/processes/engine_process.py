@@ -111,21 +111,18 @@ class EngineProcess:
         self._child: Child | None = None
         self._stall: StallWatch | None = None
         self._pipes: tuple[tuple[LineReader, Callable[[str], None]], ...] = ()
-        self._reported: Cause | None = None  # what it said of its own end
-        self._kill_reason: Cause | None = None  # why the supervisor ends it
+        self._known: Cause | None = None  # why it ends: what it said itself, or why the supervisor ends it
         self._phase = "start"
         self._was_ready = self._stopping = False
-        self._spawn_at: float | None = None
-        self._kill_at: float | None = None
-        self._ready_by: float | None = None
+        self._spawn_at = self._kill_at = self._ready_by = math.inf
 
     def spawn(self) -> None:
         """Start a life."""
         ours = self.entry
         argv = ["--index", str(ours.index), "--runtime-dir", str(self._dir)]
         argv += ["--input", ours.input or self._bind("in"), "--output", ours.output or self._bind("out")]
-        self._spawn_at = self._kill_at = self._reported = self._kill_reason = None
-        self._phase = "start"
+        self._spawn_at = self._kill_at = math.inf
+        self._known, self._phase = None, "start"
         try:
             child = self._child = Child(self._spec, argv)
         except OSError as error:  # no descriptors, memory or process ids just now
@@ -140,15 +137,14 @@ class EngineProcess:
 
     def stop(self, drain: float) -> None:
         """End this child, after at most `drain` seconds of finishing its requests; never start it again."""
-        self._stopping, self._spawn_at = True, None
-        now = time.monotonic()
+        self._stopping, self._spawn_at = True, math.inf
         if self._child is None:
             self.entry = replace(self.entry, state="stopped")
         elif self.entry.state not in ("ready", "draining"):
             self._child.kill()  # it is still loading: there is nothing to end in order
         else:
             self._child.signal(signal.SIGTERM if drain > 0 else signal.SIGINT)
-            self._kill_at = min(self._kill_at or float("inf"), now + drain + self._limits.grace)
+            self._kill_at = min(self._kill_at, time.monotonic() + drain + self._limits.grace)
             self.entry = replace(self.entry, state="draining")
 
     def destroy(self) -> None:
@@ -162,13 +158,13 @@ class EngineProcess:
         """Deadlines and the watch on progress; call it every stall.TICK_SECONDS."""
         now = time.monotonic()
         if self._child is None:
-            if self._spawn_at is not None and now >= self._spawn_at:
+            if now >= self._spawn_at:
                 self.entry = replace(self.entry, restarts=self.entry.restarts + 1)
                 self.spawn()
-        elif self._kill_at is not None:
+        elif self._kill_at < math.inf:
             if now >= self._kill_at:
                 self._child.kill()
-        elif self._ready_by is not None:
+        elif self._ready_by < math.inf:
             if now >= self._ready_by:
                 advice = f"{self._spec.slow_start_advice}, or " if self._spec.slow_start_advice else ""
                 reason = f"was not ready after {self._limits.ready:g} s (phase: {self._phase})"
@@ -198,7 +194,8 @@ class EngineProcess:
                 self._selector.unregister(lines.fd)
         self._selector.unregister(child.pidfd)
         returncode = child.reap()
-        self._child = self._stall = self._ready_by = None
+        self._child = self._stall = None
+        self._ready_by = math.inf
         cause = self._cause(child, returncode)
         if self._stopping:
             self.entry = replace(self.entry, state="stopped", cause=cause if returncode else None)
@@ -216,7 +213,7 @@ class EngineProcess:
         then = down if delay is None else f"is started again in {delay:g} s"
         logger.error("%s ended and %s: %s", self._spec.name, then, cause.message)
         self.entry = replace(self.entry, state="failed" if delay is None else "waiting", cause=cause)
-        if self._reported is not None and cause.phase == "bind":  # its port was taken meanwhile: take a new one
+        if cause.phase == "bind" and not cause.signal:  # its port was taken meanwhile: take a new one
             self.entry = replace(self.entry, input="", output="")
         if delay is not None:
             self._spawn_at = time.monotonic() + delay
@@ -228,11 +225,11 @@ class EngineProcess:
                 self._phase = str(said["phase"])
                 self._on_phase(self.entry.index, self._phase, ON_WIRE.real("", said["fraction"], 0.0, 1.0))
             elif "failed" in said:
-                self._reported = from_plain(Cause, said["failed"])
+                self._known = from_plain(Cause, said["failed"])
             elif "ready" in said and self._child is not None:
                 found = from_plain(EngineEntry, {**said["ready"], "index": self.entry.index})
                 self.resolved = table(said["ready"]["resolved"])
-                self._phase, self._ready_by, self._was_ready = "serve", None, True
+                self._phase, self._ready_by, self._was_ready = "serve", math.inf, True
                 self._stall = StallWatch(self._child.pid, self._child.progress, self._limits.idle, self._limits.step)
                 self.entry = replace(
                     self.entry, state="ready", cause=None, epoch=found.epoch, input=found.input, output=found.output
@@ -245,13 +242,13 @@ class EngineProcess:
         assert self._child is not None
         message = f"{self._spec.name} (pid {self._child.pid}) {reason}"
         logger.error("%s", message)
-        self._kill_reason = Cause(code, message, self._phase)
+        self._known = self._known or Cause(code, message, self._phase)
         self._child.signal(STACKS_SIGNAL)
         self._kill_at = time.monotonic()
 
     def _cause(self, child: Child, returncode: int | None) -> Cause:
         tail = tuple(self._pipes[1][0].tail)
-        cause = self._reported or self._kill_reason
+        cause = self._known
         if cause is None:
             kind = "signal" if returncode and returncode < 0 else "exit"
             message = explain_end(self._spec, child.pid, returncode, tail, child.oom_kills)

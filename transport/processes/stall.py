@@ -19,12 +19,11 @@ TICK_SECONDS = 0.5
 COMPUTING_SHARE = 0.05  # of one core; a hung process still sends a heartbeat now and then
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 EXPECTED_TIMES = 10  # a step may take so many times what the child expected
-_BEATS, _BUSY, _EXPECTED_MS, _FIRST_HELPER = 0, 1, 2, 3
-_MAX_HELPERS = 16
+_BEATS, _BUSY, _EXPECTED_MS, _HELPER = range(4)
 
 
 class ProgressPage:
-    """Words of 8 bytes: beats, busy, expected ms, then the thread ids whose CPU time says nothing about progress.
+    """Words of 8 bytes: beats, busy, expected ms, and the id of a thread that says nothing about progress.
 
     The child writes, its supervisor reads. A write costs well under a microsecond and needs neither a thread nor the
     GIL to be seen, so what the loop did last is known even of a child that hangs inside native code.
@@ -57,11 +56,8 @@ class ProgressPage:
         self._words[_EXPECTED_MS] = int(min(seconds, 1e9) * 1000)
 
     def helper(self, thread_id: int) -> None:
-        """Do not count a thread (native id) as computing: IO threads run on while the main loop hangs."""
-        for i in range(_FIRST_HELPER, _FIRST_HELPER + _MAX_HELPERS):
-            if not self._words[i]:
-                self._words[i] = thread_id
-                return
+        """Do not count this thread (native id) as computing: it runs on while the main loop hangs."""
+        self._words[_HELPER] = thread_id
 
     @property
     def beats(self) -> int:
@@ -76,8 +72,8 @@ class ProgressPage:
         return self._words[_EXPECTED_MS] / 1000
 
     @property
-    def helpers(self) -> set[int]:
-        return set(self._words[_FIRST_HELPER : _FIRST_HELPER + _MAX_HELPERS]) - {0}
+    def helper_id(self) -> int:
+        return self._words[_HELPER]
 
     def close(self) -> None:
         self._words.release()
@@ -125,12 +121,11 @@ class StallWatch:
         return None
 
     def _is_computing(self) -> bool:
-        helpers = self._page.helpers
         alive, cpu = False, 0.0
         for pid in (self._pid, *_descendants(self._pid)):  # a step may wait for a compiler that it started
             for task in _tasks(pid):
                 name, state, seconds = _read_stat(task / "stat")
-                if int(task.name) in helpers or name.startswith("ZMQbg"):
+                if int(task.name) == self._page.helper_id or name.startswith("ZMQbg"):
                     continue
                 alive |= state in ("R", "D")
                 cpu += seconds

@@ -139,11 +139,7 @@ def bytes16(value: Any) -> bytes:
 
 
 def text(value: Any) -> str:
-    if type(value) is not str or len(value) > MAX_TEXT:
-        raise ProtocolError(f"must be text of at most {MAX_TEXT} characters, not {type(value).__name__}")
-    if not _travels(value):
-        raise ProtocolError("must be text without lone surrogates")
-    return value
+    return ON_WIRE.text("", value, 0, MAX_TEXT)
 
 
 def plain(value: Any, depth: int = 0) -> Any:

@@ -58,7 +58,6 @@ def _build(args: argparse.Namespace, child: SupervisedChild) -> EngineCoreProc:
     return EngineCoreProc(
         EngineCore(config, runner, expect=child.progress.expect),
         child,
-        index=args.index,
         resolved=_resolved(config, runner.info),
         input_address=args.input,
         output_address=args.output,

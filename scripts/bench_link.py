@@ -15,6 +15,7 @@ import socket
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,6 @@ def main() -> None:
         output = OutputPump(
             "tcp://127.0.0.1:0",
             epoch=secrets.token_bytes(16),
-            engine=0,
-            version="bench",
             resolved={},
             load=lambda: 0,
             input_queue=inbound,
@@ -112,28 +111,28 @@ def main() -> None:
         for thread in (inputs, output, threading.Thread(target=serve, args=(output, inbound), daemon=True)):
             thread.start()
         up, down = SlowProxy(inputs.endpoint, args.rate), SlowProxy(output.endpoint, args.rate)
-        client = ClientPump(on_event, version="bench")
-        client.connect(0, up.address, down.address, CurveClient.load(keys, server_key))
+        client = ClientPump(on_event)
+        client.connect(0, up.address, down.address, CurveClient.load(keys / "client.key", server_key))
         wait(0)
         prompt = from_numpy(np.zeros(int(args.bytes) // 4, np.int32))
         tiny = from_numpy(np.arange(10, dtype=np.int32))
 
         start = time.perf_counter()
-        client.send(0, Add(b"", b"", 0, LARGE, prompt, {}))
+        client.call_soon(partial(client.send, 0, Add(b"", b"", 0, LARGE, prompt, {})))
         time.sleep(0.2)
         asked = time.perf_counter()
-        client.send(0, Add(b"", b"", 0, TINY, tiny, {}))
+        client.call_soon(partial(client.send, 0, Add(b"", b"", 0, TINY, tiny, {})))
         print(f"tiny request behind one of {args.bytes / 1e6:g} MB: answered after {wait(TINY) - asked:.2f} s")
         print(f"the large one: {wait(LARGE) - start:.1f} s, floor {args.bytes / args.rate:.1f} s")
         time.sleep(1.0)
         print(f"bytes over the link: {up.sent / 1e6:.1f} MB")
 
         before = up.sent
-        client.send(0, Add(b"", b"", 0, ABORTED, prompt, {}))
+        client.call_soon(partial(client.send, 0, Add(b"", b"", 0, ABORTED, prompt, {})))
         time.sleep(0.2)
-        client.send(0, Abort(b"", b"", 0, np.array([ABORTED], np.uint32)))
+        client.call_soon(partial(client.send, 0, Abort(b"", b"", 0, np.array([ABORTED], np.uint32))))
         asked = time.perf_counter()
-        client.send(0, Add(b"", b"", 0, AFTER, tiny, {}))
+        client.call_soon(partial(client.send, 0, Add(b"", b"", 0, AFTER, tiny, {})))
         print(f"tiny request behind an aborted one: answered after {wait(AFTER) - asked:.2f} s")
         time.sleep(2.0)
         print(f"bytes over the link for the aborted one: {(up.sent - before) / 1e6:.1f} MB")

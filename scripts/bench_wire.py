@@ -81,8 +81,6 @@ def bench_sockets(rounds: int = 2000) -> None:
         output = OutputPump(
             f"ipc://{folder}/output",
             epoch=secrets.token_bytes(16),
-            engine=0,
-            version="bench",
             resolved={},
             load=lambda: 0,
             input_queue=inbound,
@@ -90,7 +88,7 @@ def bench_sockets(rounds: int = 2000) -> None:
         inputs = InputPump(f"ipc://{folder}/input", output, admit=lambda add: add, input_queue=inbound)
         inputs.start()
         output.start()
-        client = ClientPump(lambda _, event: events.put(event), version="bench")
+        client = ClientPump(lambda _, event: events.put(event))
         client.connect(0, inputs.endpoint, output.endpoint)
 
         def next_event(kind: type) -> Any:
@@ -103,7 +101,7 @@ def bench_sockets(rounds: int = 2000) -> None:
         trips = []
         for handle in range(rounds):
             start = time.perf_counter()
-            client.send(0, Add(b"", b"", 0, handle, prompt, {}))
+            client.call_soon(partial(client.send, 0, Add(b"", b"", 0, handle, prompt, {})))
             add = inbound.get(timeout=60)
             output.put({add.client_id: step_of(1).output})
             next_event(Step)

@@ -34,7 +34,6 @@ from wavecore.transport.io.input_pump import InputPump
 from wavecore.transport.io.io_thread import IoThreadFailed
 from wavecore.transport.io.output_pump import ClientGone, OutputPump
 from wavecore.transport.processes.child import SupervisedChild
-from wavecore.transport.version import VERSION
 from wavecore.transport.wire.messages import Abort, Utility
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,6 @@ class EngineCoreProc:
     Args:
         core: the engine.
         child: this process's tie to its supervisor.
-        index: of this engine in its deployment.
         resolved: goes to clients in READY.
         input_address, output_address: ipc path, or tcp address with a port or :0.
         curve: keys for tcp.
@@ -67,7 +65,6 @@ class EngineCoreProc:
         core: EngineCore,
         child: SupervisedChild,
         *,
-        index: int,
         resolved: Mapping[str, Any],
         input_address: str,
         output_address: str,
@@ -83,8 +80,6 @@ class EngineCoreProc:
         self._output = OutputPump(
             output_address,
             epoch=self._epoch,
-            engine=index,
-            version=VERSION,
             resolved=self._resolved,
             load=lambda: core.requests.num_tokens,
             input_queue=self.input_queue,
@@ -122,7 +117,7 @@ class EngineCoreProc:
         except Exception as error:
             cause = self._child.report_failure(error)
             logger.exception("the engine ends: %s", cause.message)
-            self._output.put_dead(cause.code, cause.message, cause.phase, cause.rank, cause.traceback)
+            self._output.put_dead(cause.code, cause.message, cause.phase)
             raise
         finally:
             self._input.stop()

@@ -50,7 +50,6 @@ class EngineClient:
     Args:
         runtime_dir: where deployment.json lies, or an address in its place.
         timeout: seconds until the first engine must have answered.
-        version: told to the engines.
 
     Raises:
         StartError: no deployment there, or no answer in time.
@@ -59,7 +58,7 @@ class EngineClient:
         ResourceError: too few descriptors or threads.
     """
 
-    def __init__(self, runtime_dir: str | Path | Address, *, timeout: float = 30.0, version: str) -> None:
+    def __init__(self, runtime_dir: str | Path | Address, *, timeout: float = 30.0) -> None:
         self._runtime_dir = runtime_dir if isinstance(runtime_dir, Address) else Path(runtime_dir)
         found = deployment.read(self._runtime_dir)
         self._engines = {entry.index: RemoteEngine(entry.index) for entry in found.engines}
@@ -68,7 +67,7 @@ class EngineClient:
         self._sweeping = False  # a look at the deadlines is scheduled
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an engine is ready, or something is in the way
         self._owner = os.getpid()
-        self._pump = ClientPump(self._on_event, version=version)
+        self._pump = ClientPump(self._on_event)
         self._requests = InFlight(self._pump, self._engines.values())
         self._calls = Calls(self._pump)
         self._watch = DeploymentWatch(self._runtime_dir, self._engines, self._pump, self._down, self._refuse)

@@ -34,7 +34,6 @@ from wavecore.transport.errors import ModelError, NotSupportedError, RequestTime
 from wavecore.transport.processes import logs
 from wavecore.transport.processes.deployment import Address
 from wavecore.transport.processes.supervisor import ChildSpec, Limits, Supervisor
-from wavecore.transport.version import VERSION
 from wavecore.transport.wire.checks import OF_REQUEST
 from wavecore.transport.wire.codec import MAX_FRAME_BYTES
 
@@ -61,7 +60,7 @@ class Service:
         self._supervisor = supervisor
         self._numbers = itertools.count()
         self._text_threads: ThreadPoolExecutor | None = None
-        self.client = EngineClient(runtime_dir, timeout=timeout, version=VERSION)
+        self.client = EngineClient(runtime_dir, timeout=timeout)
         try:
             self.resolved = self.client.resolved
             self.vocab_size = int(self.resolved["vocab_size"])

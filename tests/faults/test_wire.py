@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_well_formed_lies(deploy: Any) -> None:
             dealer.setsockopt(zmq.IDENTITY, ghost)
             push.connect(deployed.engine.input)
             dealer.connect(deployed.engine.output)
-            dealer.send_multipart(encode(Hello("ghost")))
+            dealer.send_multipart(encode(Hello()))
             dealer.send_multipart(encode(Ping(other_life, 1 << 60)))
             for message in (
                 Add(other_life, ghost, 1, 1, prompt, {"max_tokens": 5}),
@@ -59,8 +60,15 @@ def test_message_that_is_too_large(deploy: Any) -> None:
         stream = deployed.stream(1, 100)
         big = np.zeros(MAX_FRAME_BYTES // 4 + 1, np.int32)
         pump = deployed.llm._service.client._pump
-        with pytest.raises(MessageTooLarge):
-            pump.send(0, Add(b"", b"", 0, 1, from_numpy(big), {}))
+        refused = threading.Event()
+
+        def send() -> None:
+            with pytest.raises(MessageTooLarge):
+                pump.send(0, Add(b"", b"", 0, 1, from_numpy(big), {}))
+            refused.set()
+
+        pump.call_soon(send)
+        assert refused.wait(60)
         with context.socket(zmq.PUSH) as push:
             push.linger = 0
             push.connect(deployed.engine.input)

@@ -1,17 +1,16 @@
-"""What the output thread keeps for one client: its numbered stream, and the output that waits for room in it."""
+"""What an engine keeps for one client: its two numbered streams, and the output that waits for room in the one down."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from wavecore.transport.errors import ProtocolError
-from wavecore.transport.io.sessions import ClientInput
 from wavecore.transport.wire.codec import Frames, encode
-from wavecore.transport.wire.delivery import PIECE_BYTES, WINDOW_BYTES, WINDOW_MESSAGES, Outbox
+from wavecore.transport.wire.delivery import PIECE_BYTES, WINDOW_BYTES, WINDOW_MESSAGES, Inbox, Outbox
 from wavecore.transport.wire.messages import Abort, FinishReason, Result, Step, StepTokens
 from wavecore.transport.wire.step_tokens import finish_rows, merge, rows_of, size_of
 
@@ -28,7 +27,7 @@ class ClientLimits:
 
     Attributes:
         clients: attached at once.
-        messages, bytes: in flight to one client; more waits, merged.
+        messages: in flight to one client; more waits, merged.
         held_bytes: merged output that waits and what is not acknowledged; a client that needs more is dropped.
         calls: utility calls of one client that wait for their answer; more are answered as overloaded.
         absent_ticks, silent_ticks, stalled_ticks: a client is dropped after so many seconds without a connection,
@@ -37,12 +36,35 @@ class ClientLimits:
 
     clients: int = 1000
     messages: int = WINDOW_MESSAGES
-    bytes: int = WINDOW_BYTES
     held_bytes: int = 256 << 20
     calls: int = 1000
     absent_ticks: int = 5
     silent_ticks: int = 10
     stalled_ticks: int = 10
+
+
+@dataclass(slots=True)
+class ClientInput:
+    """What one client sends.
+
+    Attributes:
+        client_id: its name.
+        max_calls: utility calls that may wait for their answer.
+        inbox: the receiving end of its numbered stream; written by the input thread.
+        calls: utility calls received, whatever became of them; written by the input thread.
+        answered: how many of them were answered; written by the output thread.
+    """
+
+    client_id: bytes
+    max_calls: int
+    inbox: Inbox = field(default_factory=Inbox)
+    calls: int = 0
+    answered: int = 0
+
+    def count_call(self) -> bool:
+        """Count a call. Returns whether it may wait for its answer with the others."""
+        self.calls += 1
+        return self.calls - self.answered <= self.max_calls
 
 
 class ClientStream:
@@ -54,19 +76,15 @@ class ClientStream:
     Attributes:
         input: what the client sends.
         connected: whether it is, as far as the last message to it told.
-        leaving: it said goodbye.
     """
 
-    def __init__(
-        self, epoch: bytes, client_id: bytes, limits: ClientLimits, input: ClientInput, queue: Callable[[Abort], object]
-    ) -> None:
-        self.input = input
+    def __init__(self, epoch: bytes, client_id: bytes, limits: ClientLimits, queue: Callable[[Abort], object]) -> None:
+        self.input = ClientInput(client_id, limits.calls)
         self.connected = True
-        self.leaving = False
         self._epoch, self._client_id = epoch, client_id
         self._queue = queue
         self._limits = limits
-        self._outbox = Outbox(epoch, client_id, (limits.messages, limits.bytes))
+        self._outbox = Outbox(epoch, client_id, (limits.messages, WINDOW_BYTES))
         self._waiting: list[StepTokens] = []
         self._waiting_bytes = 0
         self._waiting_merged = 0  # how many parts of _waiting the last merge left

@@ -11,18 +11,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import Overloaded, ProtocolError, WavecoreError
-from wavecore.transport.io.authenticator import BoundSocket
-from wavecore.transport.io.complaints import Complaints
-from wavecore.transport.io.io_thread import IoThread
-from wavecore.transport.io.sessions import ClientInput, Sessions
+from wavecore.transport.io.bound_thread import BoundThread
+from wavecore.transport.io.client_stream import ClientInput
+from wavecore.transport.io.output_pump import OutputPump
 from wavecore.transport.wire.codec import Buffer, decode, total_bytes
-from wavecore.transport.wire.messages import Abort, Add, FinishReason, Mark, Piece, StepTokens, Utility
+from wavecore.transport.wire.messages import Add, FinishReason, Mark, Piece, Up, Utility
 from wavecore.transport.wire.step_tokens import finish_rows
 
 MAX_QUEUED = 10_000  # items that wait for the main loop
@@ -31,17 +30,7 @@ MAX_CHOICES = 1024  # of a refused ADD that are answered; a larger `n` is nonsen
 logger = logging.getLogger(__name__)
 
 
-class Answers(Protocol):
-    """What this thread needs of the output thread; see OutputPump."""
-
-    @property
-    def sessions(self) -> Sessions: ...
-    def put(self, outputs: Mapping[bytes, StepTokens]) -> None: ...
-    def put_result(self, client_id: bytes, call: int, *, error: WavecoreError) -> None: ...
-    def report_received(self, client_id: bytes, seen: int, gap: bool, attempt: int) -> None: ...
-
-
-class InputPump(IoThread):
+class InputPump(BoundThread):
     """Owns the PULL.
 
     Args:
@@ -54,122 +43,99 @@ class InputPump(IoThread):
         ConfigError, ResourceError, StartError: the address cannot be bound.
     """
 
-    tick_seconds = 1.0
-
     def __init__(
         self,
         address: str,
-        output: Answers,
+        output: OutputPump,
         *,
         admit: Callable[[Add], object],
         input_queue: SimpleQueue[Any],
         curve: CurveServer | None = None,
     ) -> None:
-        bound = BoundSocket(zmq.PULL, address, curve, input_queue.put)
-        super().__init__("input thread", input_queue.put)
-        self._bound, self._pull, self.endpoint = bound, bound.socket, bound.address
-        self._poller.register(self._pull, zmq.POLLIN)
+        super().__init__("input thread", zmq.PULL, address, curve, input_queue.put)
         self._output = output
         self._admit = admit
         self._input_queue = input_queue
-        self._complaints = Complaints(logger)
-
-    def _tick(self) -> None:
-        self._bound.repair()
-
-    def _release(self) -> None:
-        self._bound.close(0)
-        super()._release()
 
     def _turn(self, ready: Mapping[Any, int]) -> None:
-        while self._pull in ready and not self._is_ending:
+        while self._socket in ready and not self._is_ending:
             try:
-                frames = [frame.buffer for frame in self._pull.recv_multipart(zmq.NOBLOCK, copy=False)]
+                frames = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
                 return
             self._receive(frames)
 
-    def _receive(self, frames: Sequence[Buffer], joined: ClientInput | None = None) -> None:
-        """Handle a message; `joined` is who sent it in pieces, which count as received."""
+    def _receive(self, frames: Sequence[Buffer]) -> None:
         size = total_bytes(frames)
+        sender: ClientInput | None = None
         try:
             message = decode(frames)
-            if isinstance(message, Mark) and joined is None:
-                if (client := self._find(message.client_id, message.epoch)) is not None:
-                    client.inbox.mark(message.sent, message.attempt)
-                    self._report(message.client_id, client)
-            elif not isinstance(message, Add | Abort | Utility | Piece) or (isinstance(message, Piece) and joined):
+            if not isinstance(message, Up | Piece | Mark):
                 raise ProtocolError(f"{type(message).__name__} on the input socket")
-            elif (client := self._take(message.client_id, message.epoch, message.number, size, joined)) is None:
+            sender = self._find(message.client_id, message.epoch)
+            if sender is None:
                 return
-            elif not isinstance(message, Piece):
-                self._queue(message, client)
-            elif (whole := client.inbox.join(message)) is not None:
-                self._receive(whole, client)
+            try:
+                whole = sender.inbox.take(message, size)
+            finally:
+                self._report(sender)
+            if isinstance(whole, Up):
+                self._queue(whole, sender)
         except ProtocolError as error:
             self._complaints.add("bad frame on the input socket", error)
-            self._answer(error, size, joined)
+            self._answer(error, size, sender)
 
     def _find(self, client_id: bytes, epoch: bytes) -> ClientInput | None:
-        client = self._output.sessions.find(client_id, epoch)
+        """The sender of a message, if it is known and its message can be taken now."""
+        client = self._output.find(client_id, epoch)
         if client is None:
             # Normal after a restart: a peer sends what it has in flight before it hears that this is another life.
             self._complaints.add("message of another life or of an unknown client", client_id.hex(), logging.DEBUG)
-        return client
-
-    def _take(
-        self, client_id: bytes, epoch: bytes, number: int, size: int, joined: ClientInput | None
-    ) -> ClientInput | None:
-        """The sender, if it is known and this is its next message, which then counts as received."""
-        client = self._find(client_id, epoch)
-        if client is None or joined is not None:
-            return client if client is joined else None
-        if self._input_queue.qsize() >= MAX_QUEUED:
+        elif self._input_queue.qsize() >= MAX_QUEUED:
             # Not received: the sender keeps it and sends it again. Admission and the bound on calls keep ordinary
             # clients far from here.
             self._complaints.add("the main loop lags behind its input", f"{MAX_QUEUED} items wait")
             return None
-        accepted = client.inbox.accept(number, size)
-        self._report(client_id, client)
-        return client if accepted else None
+        return client
 
-    def _report(self, client_id: bytes, client: ClientInput) -> None:
+    def _report(self, client: ClientInput) -> None:
         if client.inbox.report_due:
-            self._output.report_received(client_id, *client.inbox.report())
+            self._output.report_received(client.client_id, *client.inbox.report())
 
-    def _queue(self, message: Add | Abort | Utility, client: ClientInput) -> None:
+    def _queue(self, message: Up, sender: ClientInput) -> None:
         if isinstance(message, Add):
             try:
                 self._input_queue.put(self._admit(message))
             except WavecoreError as error:
-                self._refuse(message.client_id, message.handle, message.params, error)
+                self._refuse(sender, message.handle, message.params, error)
             except Exception as error:
                 logger.exception("a request could not be taken in")
                 text = f"{type(error).__name__} while the request was taken in; the engine's log has the details"
-                self._refuse(message.client_id, message.handle, message.params, WavecoreError(text))
-        elif isinstance(message, Utility) and not client.count_call():
-            text = f"{client.max_calls} calls wait for their answer: call again when some have come"
-            self._output.put_result(message.client_id, message.call, error=Overloaded(text))
+                self._refuse(sender, message.handle, message.params, WavecoreError(text))
+        elif isinstance(message, Utility) and not sender.count_call():
+            text = f"{sender.max_calls} calls wait for their answer: call again when some have come"
+            self._output.put_result(sender.client_id, message.call, error=Overloaded(text))
         else:
             self._input_queue.put(message)
 
-    def _refuse(self, client_id: bytes, handle: int, params: dict[str, Any], error: WavecoreError) -> None:
+    def _refuse(self, sender: ClientInput, handle: int, params: dict[str, Any], error: WavecoreError) -> None:
         choices = params.get("n", 1)  # not validated: that may be why it is refused
         count = choices if type(choices) is int and 1 <= choices <= MAX_CHOICES else 1
         handles = [(handle + i) & 0xFFFFFFFF for i in range(count)]
-        self._output.put({client_id: finish_rows(handles, FinishReason.ERROR, error.code, str(error))})
+        self._output.put({sender.client_id: finish_rows(handles, FinishReason.ERROR, error.code, str(error))})
 
-    def _answer(self, error: ProtocolError, size: int, joined: ClientInput | None) -> None:
-        """A frame of a known client that went wrong after its head: it counts as received, and its sender hears."""
+    def _answer(self, error: ProtocolError, size: int, sender: ClientInput | None) -> None:
+        """A message of a known client that went wrong after its head counts as received, and its sender hears."""
         cls, values = error.partial or (None, {})
-        if cls not in (Add, Abort, Utility, Piece) or "number" not in values:
-            return
-        client_id = values["client_id"]
-        client = self._take(client_id, values["epoch"], values["number"], size, joined)
-        if client is None:
+        if sender is None and {"number", "client_id"} <= values.keys():
+            sender = self._find(values["client_id"], values["epoch"])
+            if sender is None or not sender.inbox.accept(values["number"], size):
+                return
+            self._report(sender)
+        if sender is None or values.get("client_id") != sender.client_id:
             return
         if cls is Add and "handle" in values:
-            self._refuse(client_id, values["handle"], values.get("params", {}), error)
+            self._refuse(sender, values["handle"], values.get("params", {}), error)
         elif cls is Utility and "call" in values:
-            client.count_call()
-            self._output.put_result(client_id, values["call"], error=error)
+            sender.count_call()
+            self._output.put_result(sender.client_id, values["call"], error=error)

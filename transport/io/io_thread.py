@@ -5,6 +5,7 @@ Whatever ends it, it gives back all that it owns; if that is a failure, whoever 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -20,6 +21,8 @@ import zmq
 
 from wavecore.transport.headroom import start_thread
 from wavecore.transport.waker import Waker
+
+END_SECONDS = 10.0  # `close` waits no longer
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +47,11 @@ class IoThread:
 
     Attributes:
         tick_seconds: time between two calls of `_tick`; infinite: a thread that nothing happens to never wakes up.
+        flush_seconds: how long a thread that is to end may take until `_is_flushed`.
     """
 
     tick_seconds = math.inf
+    flush_seconds = 0.0
 
     def __init__(self, name: str, on_failure: Callable[[IoThreadFailed], object]) -> None:
         self._on_failure = on_failure
@@ -54,7 +59,9 @@ class IoThread:
         self._due: list[tuple[float, int, Callable[[], object]]] = []  # a heap: monotonic time, number, call
         self._numbers = itertools.count()
         self._end_by = math.inf  # monotonic time; finite once the thread is to end
+        self._owned = contextlib.ExitStack()  # what is given back at the end, the last first
         self._waker = Waker()
+        self._owned.callback(self._waker.close)
         self._poller = zmq.Poller()
         self._poller.register(self._waker.fd, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -74,7 +81,8 @@ class IoThread:
 
     def stop(self) -> None:
         """Ask the thread to end, without waiting for it."""
-        self._end_within(0.0)
+        self._end_by = min(self._end_by, time.monotonic() + self.flush_seconds)
+        self._waker.wake()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end of a thread that was started."""
@@ -82,19 +90,16 @@ class IoThread:
             self._thread.join(timeout)
 
     def close(self) -> None:
-        """Stop, and wait for the end. A thread that was never started only gives back what it owns."""
+        """Stop, and wait for the end. A thread that was never started only gives back what it owns; one that cannot
+        end, because its log blocks, say, holds no program up."""
         self.stop()
         if self._thread.ident is None:
             self._release()
-        self.join()
+        self.join(END_SECONDS)
 
     def forked(self) -> None:
         """The child of a fork has this object and not its thread: nothing of it may reach the parent's."""
         self._waker.close()
-
-    def _end_within(self, seconds: float) -> None:
-        self._end_by = min(self._end_by, time.monotonic() + seconds)
-        self._waker.wake()
 
     def _call_soon(self, call: Callable[[], object]) -> None:
         self._calls.append(call)
@@ -148,5 +153,5 @@ class IoThread:
         return True
 
     def _release(self) -> None:
-        """Give everything back. Called once by the thread at its end, or by `close` instead."""
-        self._waker.close()
+        """Give everything back: by the thread at its end, or by `close` instead."""
+        self._owned.close()

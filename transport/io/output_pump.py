@@ -25,11 +25,8 @@ import zmq
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import Overloaded, ProtocolError, WavecoreError
 from wavecore.transport.headroom import descriptors
-from wavecore.transport.io.authenticator import BoundSocket
-from wavecore.transport.io.client_stream import ClientLimits, ClientStream
-from wavecore.transport.io.complaints import Complaints
-from wavecore.transport.io.io_thread import IoThread
-from wavecore.transport.io.sessions import Sessions
+from wavecore.transport.io.bound_thread import BoundThread
+from wavecore.transport.io.client_stream import ClientInput, ClientLimits, ClientStream
 from wavecore.transport.wire.codec import Frames, decode, encode
 from wavecore.transport.wire.messages import (
     Bye,
@@ -45,9 +42,8 @@ from wavecore.transport.wire.messages import (
     UnknownClient,
 )
 
-FLUSH_SECONDS = 2.0
-MAX_LAST_WORDS = 65_536  # characters; of a longer traceback the end counts
-MAX_CALLS = 1000  # outputs handed over and not looked at: a main loop that outruns this thread waits for it
+MAX_LAST_WORDS = 65_536  # characters; of a longer text the end counts
+MAX_CALLS = 1000  # handed over and not looked at: a thread that outruns this one waits for it
 KEPT_DESCRIPTORS = 256  # free ones, for clients that are refused and for files; a quarter of a small limit
 BATCH = 1000  # messages received before the outputs get their turn
 
@@ -66,7 +62,7 @@ class ClientGone:
     reason: str = ""
 
 
-class OutputPump(IoThread):
+class OutputPump(BoundThread):
     """Owns the ROUTER. `put*` and `report_received` may be called by any thread.
 
     Args:
@@ -77,50 +73,48 @@ class OutputPump(IoThread):
         input_queue: gets ClientGone and IoThreadFailed, and an Abort of requests whose output cannot travel.
         curve: keys, for tcp.
 
-    Attributes:
-        sessions: the clients, for the input thread.
-
     Raises:
         ConfigError, ResourceError, StartError: the address cannot be bound.
     """
 
-    tick_seconds = 1.0
+    flush_seconds = 2.0
 
     def __init__(
         self,
         address: str,
         *,
         epoch: bytes,
-        engine: int,
-        version: str,
         resolved: dict[str, Any],
         load: Callable[[], int],
         input_queue: SimpleQueue[Any],
         curve: CurveServer | None = None,
         limits: ClientLimits | None = None,
     ) -> None:
-        bound = BoundSocket(zmq.ROUTER, address, curve, input_queue.put)
-        super().__init__("output thread", input_queue.put)
-        self._bound, self._router, self.endpoint = bound, bound.socket, bound.address
-        self._poller.register(self._router, zmq.POLLIN)
+        super().__init__("output thread", zmq.ROUTER, address, curve, input_queue.put)
         self._epoch = epoch
-        self._ready = encode(Ready(epoch, version, engine, resolved))
+        self._ready = encode(Ready(epoch, resolved))
         self._load = load
         self._input_queue = input_queue
         self._limits = limits or ClientLimits()
-        self.sessions = Sessions(epoch, self._limits.calls)
         self._streams: dict[bytes, ClientStream] = {}
         self._dirty: set[bytes] = set()  # clients with something new to send
         self._drained = threading.Event()
-        self._ended = threading.Event()
-        self._complaints = Complaints(logger)
+
+    def find(self, client_id: bytes, epoch: bytes) -> ClientInput | None:
+        """What this client sends in this life of the engine; None: no session of it, or another life.
+
+        The input thread looks up here, and counts as received, while the output thread alone adds and removes clients:
+        it hears their HELLO, their BYE and their silence. No lock is needed: a look-up in a dict is atomic, every
+        number has one thread that writes it, and one that is a moment old does no harm. A client may be removed while
+        the input thread handles a message of it; what that queues for the main loop is ended there as soon as its
+        first output finds no client.
+        """
+        stream = self._streams.get(client_id)
+        return stream.input if stream is not None and epoch == self._epoch else None
 
     def put(self, outputs: Mapping[bytes, StepTokens], load: int = 0) -> None:
         """Output of one step, by client_id, and the engine's load. The arrays must not be written to afterwards."""
-        while len(self._calls) >= MAX_CALLS and not self._ended.is_set():
-            self._drained.clear()
-            self._drained.wait(0.1)  # it may have drained between the check and the clear
-        self._call_soon(lambda: self._put(outputs, load))
+        self._hand_over(lambda: self._put(outputs, load))
 
     def put_result(
         self,
@@ -133,51 +127,47 @@ class OutputPump(IoThread):
         """Answer a utility call."""
         code, text = (error.code, _sendable(str(error))) if error else ("", "")
         result = Result(self._epoch, 0, call, code, text, value, tuple(frames))
-        self._call_soon(lambda: self._put_result(client_id, result))
+        self._hand_over(lambda: self._put_result(client_id, result))
 
-    def put_dead(self, code: str, message: str, phase: str, rank: int, traceback: str) -> None:
+    def put_dead(self, code: str, message: str, phase: str) -> None:
         """Last words, to every client."""
-        frames = encode(Dead(self._epoch, code, _sendable(message), phase, rank, _sendable(traceback)))
+        frames = encode(Dead(self._epoch, code, _sendable(message), phase))
         self._call_soon(lambda: self._broadcast(frames))
 
     def report_received(self, client_id: bytes, seen: int, gap: bool, attempt: int) -> None:
         """Tell a client now, not at the next heartbeat, how far its messages were received."""
-        self._call_soon(lambda: self._heartbeat(client_id, seen, gap, attempt))
+        self._hand_over(lambda: self._heartbeat(client_id, seen, gap, attempt))
 
-    def stop(self) -> None:
-        """End once everything left, at most 2 s later."""
-        self._end_within(FLUSH_SECONDS)
+    def _hand_over(self, call: Callable[[], object]) -> None:
+        """Have it called by the thread; wait while that is far behind."""
+        while len(self._calls) >= MAX_CALLS and self._thread.is_alive():
+            self._drained.clear()
+            self._drained.wait(0.1)  # it may have drained between the check and the clear
+        self._call_soon(call)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _turn(self, ready: Mapping[Any, int]) -> None:
         self._drained.set()
-        if self._router in ready:
+        if self._socket in ready:
             self._receive()
         self._flush()
 
     def _tick(self) -> None:
-        self._bound.repair()
+        super()._tick()
         for client_id, stream in list(self._streams.items()):
             self._heartbeat(client_id, stream.input.inbox.seen)
-            if stream.leaving:
-                self._drop(client_id, "")
-            elif reason := stream.tick():
+            if reason := stream.tick():
                 self._drop(client_id, reason)
 
     def _is_flushed(self) -> bool:
         return not any(stream.has_output and stream.connected for stream in self._streams.values())
 
-    def _release(self) -> None:
-        self._ended.set()
-        self._bound.close()
-        super()._release()
-
     def _receive(self) -> None:
         """Must be called regularly: a ROUTER that only sends never takes a reconnected client back."""
         for _ in range(BATCH):
             try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             try:
@@ -193,7 +183,8 @@ class OutputPump(IoThread):
         elif isinstance(message, Ping):
             self._ping(client_id, message)
         elif isinstance(message, Bye):
-            self._bye(client_id, message)
+            if client_id in self._streams and message.epoch == self._epoch:
+                self._drop(client_id, "")
         else:
             raise ProtocolError(f"{type(message).__name__} on the output socket")
 
@@ -209,10 +200,9 @@ class OutputPump(IoThread):
                     "raise the hard limit (`ulimit -Hn`) where the engine is started"
                 )
                 self._complaints.add("too many clients", text)
-                self._send(client_id, encode(Dead(self._epoch, Overloaded.code, text, "connect", 0, "")))
+                self._send(client_id, encode(Dead(self._epoch, Overloaded.code, text, "connect")))
                 return
-            client = self.sessions.add(client_id)
-            self._streams[client_id] = ClientStream(self._epoch, client_id, self._limits, client, self._input_queue.put)
+            self._streams[client_id] = ClientStream(self._epoch, client_id, self._limits, self._input_queue.put)
         self._streams[client_id].heard()
         self._send(client_id, self._ready)
 
@@ -224,15 +214,6 @@ class OutputPump(IoThread):
         stream.heard()
         self._dirty.add(client_id)
         stream.acknowledge(ping.seen, ping.gap, ping.attempt)
-
-    def _bye(self, client_id: bytes, bye: Bye) -> None:
-        stream = self._streams.get(client_id)
-        if stream is None or bye.epoch != self._epoch:
-            return
-        if stream.input.inbox.seen >= bye.sent:
-            self._drop(client_id, "")
-        else:  # until the next tick, for what is on its way
-            stream.leaving = True
 
     def _put(self, outputs: Mapping[bytes, StepTokens], load: int) -> None:
         for client_id, output in outputs.items():
@@ -261,7 +242,6 @@ class OutputPump(IoThread):
         """Forget a client. Whoever handles ClientGone knows whether anything is lost by it, and tells."""
         logger.debug("client %s is gone: %s", client_id.hex()[:8], reason or "it left")
         del self._streams[client_id]
-        self.sessions.remove(client_id)
         self._dirty.discard(client_id)
         self._input_queue.put(ClientGone(client_id, reason))
 
@@ -289,7 +269,7 @@ class OutputPump(IoThread):
         """
         error = 0
         try:
-            self._router.send_multipart([client_id, *frames], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([client_id, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as caught:
             if caught.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

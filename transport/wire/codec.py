@@ -28,14 +28,7 @@ from wavecore.transport.wire import messages
 from wavecore.transport.wire.checks import ON_WIRE, bytes16, plain, table, text
 from wavecore.transport.wire.messages import StepTokens, TensorFrame
 from wavecore.transport.wire.step_tokens import check_step_tokens
-from wavecore.transport.wire.tensors import (
-    DTYPES,
-    MAX_DIMS,
-    ZERO_COPY_BYTES,
-    TensorReader,
-    TensorWriter,
-    byte_length,
-)
+from wavecore.transport.wire.tensors import DTYPES, MAX_DIMS, TensorReader, byte_length, tensor_frames
 
 Buffer = bytes | memoryview
 Frames = list[Buffer]
@@ -50,11 +43,9 @@ MAIN_BYTES = {
 }
 OTHER_MAIN_BYTES = 64 << 10
 BYTES_A_CONTAINER = 32  # of the structured part, at least, on average
-MAX_FRAMES = 2 + MAX_MESSAGE_BYTES // ZERO_COPY_BYTES
 MAX_ITEMS = 1 << 17  # of one array or map
 MAX_DIM = 1 << 40
 MAX_COUNT = (1 << 64) - 1
-MAX_NUMBER = (1 << 63) - 1
 
 
 def encode(message: messages.Message) -> Frames:
@@ -65,21 +56,21 @@ def encode(message: messages.Message) -> Frames:
         ProtocolError: a value that the peer would refuse (type, range, depth).
     """
     cls = type(message)
-    tensors = TensorWriter()
+    tensors: list[Buffer] = []
     row: list[Any] = [messages.PROTOCOL_VERSION, _CODES[cls]]
     for name, kind in FIELDS[cls].items():
         try:
             row.append(kind.write(getattr(message, name), tensors))
         except ProtocolError as error:
             raise type(error)(f"{cls.__name__}.{name}: {error}") from None
-    frames: Frames = [msgpack.packb(row), *tensors.frames()]
+    frames: Frames = [msgpack.packb(row), *tensor_frames(tensors)]
     if len(frames[0]) > (most := MAIN_BYTES.get(cls, OTHER_MAIN_BYTES)):
         raise MessageTooLarge(f"{cls.__name__}: {len(frames[0])} bytes outside of tensors, {most} at most")
     largest = max(map(len, frames))
-    if largest > MAX_FRAME_BYTES or total_bytes(frames) > MAX_MESSAGE_BYTES or len(frames) > MAX_FRAMES:
+    if largest > MAX_FRAME_BYTES or total_bytes(frames) > MAX_MESSAGE_BYTES:
         raise MessageTooLarge(
-            f"{cls.__name__}: {total_bytes(frames)} bytes in {len(frames)} frames, the largest {largest}; "
-            f"at most {MAX_MESSAGE_BYTES}, {MAX_FRAMES} and {MAX_FRAME_BYTES}: split it"
+            f"{cls.__name__}: {total_bytes(frames)} bytes, its largest tensor {largest}; "
+            f"at most {MAX_MESSAGE_BYTES} and {MAX_FRAME_BYTES}: split it"
         )
     return frames
 
@@ -90,7 +81,7 @@ def decode(frames: Sequence[Buffer]) -> messages.Message:
     Raises:
         ProtocolError: and never anything else, whatever the frames hold.
     """
-    if not frames or len(frames) > MAX_FRAMES or total_bytes(frames) > MAX_MESSAGE_BYTES:
+    if not frames or total_bytes(frames) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {len(frames)} frames, {total_bytes(frames)} bytes")
     main = frames[0]
     if len(main) < 3 or main[0] & 0xF0 != 0x90:  # an array of at most 15 fields
@@ -173,7 +164,7 @@ class Kind:
     nothing.
     """
 
-    write: Callable[[Any, TensorWriter], Any]
+    write: Callable[[Any, list[Buffer]], Any]
     read: Callable[[Any, TensorReader], Any]
 
 
@@ -183,16 +174,15 @@ def _scalar(check: Callable[[Any], Any]) -> Kind:
 
 
 def _whole(low: int, high: int) -> Kind:
-    whole = ON_WIRE.whole
-    return Kind(lambda value, _: whole("", value, low, high), lambda value, _: whole("", value, low, high))
+    return _scalar(lambda value: ON_WIRE.whole("", value, low, high))
 
 
-def _write_tensor(value: TensorFrame, tensors: TensorWriter) -> list[Any]:
+def _write_tensor(value: TensorFrame, tensors: list[Buffer]) -> list[Any]:
     size = _tensor_bytes(value.dtype, value.shape)
     buffer = value.buffer if isinstance(value.buffer, bytes) else value.buffer.cast("B")
     if size != len(buffer):
         raise ProtocolError(f"{value.dtype}{list(value.shape)} is {size} bytes, its buffer {len(buffer)}")
-    tensors.add(buffer)
+    tensors.append(buffer)
     return [value.dtype, value.shape]
 
 
@@ -213,10 +203,6 @@ def _tensor_bytes(dtype: Any, shape: tuple[Any, ...]) -> int:
     return byte_length(dtype, shape)
 
 
-def _write_tensors(value: tuple[TensorFrame, ...], tensors: TensorWriter) -> list[Any]:
-    return [_write_tensor(frame, tensors) for frame in value]
-
-
 def _read_tensors(raw: Any, tensors: TensorReader) -> tuple[TensorFrame, ...]:
     if type(raw) is not list:
         raise ProtocolError("must be a list of tensors")
@@ -235,10 +221,10 @@ def _read_array(raw: Any, dtype: np.dtype[Any]) -> Any:
     return np.frombuffer(raw, dtype)
 
 
-def _write_step_tokens(value: StepTokens, tensors: TensorWriter) -> list[Any]:
+def _write_step_tokens(value: StepTokens, tensors: list[Buffer]) -> list[Any]:
     check_step_tokens(value)
     row = [_write_array(getattr(value, name), dtype) for name, dtype in _COLUMN_DTYPES.items()]
-    return [*row, value.extras, _write_tensors(value.frames, tensors)]
+    return [*row, value.extras, [_write_tensor(frame, tensors) for frame in value.frames]]
 
 
 def _read_step_tokens(raw: Any, tensors: TensorReader) -> StepTokens:
@@ -251,13 +237,13 @@ def _read_step_tokens(raw: Any, tensors: TensorReader) -> StepTokens:
 
 
 def _write_number(value: Any) -> bytes:
-    return ON_WIRE.whole("", value, 0, MAX_NUMBER).to_bytes(8, "little")
+    return ON_WIRE.whole("", value, 0, MAX_COUNT).to_bytes(8, "little")
 
 
 def _read_number(raw: Any) -> int:
     if type(raw) is not bytes or len(raw) != 8:
         raise ProtocolError("must be 8 bytes")
-    return ON_WIRE.whole("", int.from_bytes(raw, "little"), 0, MAX_NUMBER)
+    return int.from_bytes(raw, "little")
 
 
 _U32 = np.dtype("<u4")
@@ -271,18 +257,14 @@ _COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
 # A field means the same in every message that has it.
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("epoch", "client_id"), _scalar(bytes16)),
-    **dict.fromkeys(("sent", "seen", "attempt"), _whole(0, MAX_NUMBER)),
-    **dict.fromkeys(("call", "engine", "load"), _whole(0, MAX_COUNT)),
-    **dict.fromkeys(
-        ("version", "method", "error_code", "error", "code", "message", "phase", "traceback"), _scalar(text)
-    ),
+    **dict.fromkeys(("sent", "seen", "attempt", "call", "load"), _whole(0, MAX_COUNT)),
+    **dict.fromkeys(("method", "error_code", "error", "code", "message", "phase"), _scalar(text)),
     "gap": _scalar(partial(ON_WIRE.flag, "")),
     **dict.fromkeys(("params", "options", "args", "resolved"), _scalar(table)),
     "handle": _whole(0, (1 << 32) - 1),
     **dict.fromkeys(
         ("handles", "sizes"), Kind(lambda value, _: _write_array(value, _U32), lambda raw, _: _read_array(raw, _U32))
     ),
-    "rank": _whole(-1, 1 << 20),
     "lane": _whole(0, 1),
     "number": Kind(lambda value, _: _write_number(value), lambda raw, _: _read_number(raw)),
     **dict.fromkeys(("prompt", "data"), Kind(_write_tensor, _read_tensor)),
@@ -290,7 +272,7 @@ KINDS: dict[str, Kind] = {
         lambda value, tensors: None if value is None else _write_tensor(value, tensors),
         lambda raw, tensors: None if raw is None else _read_tensor(raw, tensors),
     ),
-    "frames": Kind(_write_tensors, _read_tensors),
+    "frames": Kind(lambda value, tensors: [_write_tensor(frame, tensors) for frame in value], _read_tensors),
     "output": Kind(_write_step_tokens, _read_step_tokens),
     "value": _scalar(plain),
 }

@@ -1,4 +1,4 @@
-"""Exactly once over a wire that loses without a word: the two ends of one numbered stream. Pure state, clock given.
+"""Exactly once over a wire that loses without a word: the two ends of one numbered stream. Pure state without a clock.
 
     append -> two lanes of messages -> pieces, numbered as they leave -> window -> socket -> Inbox -> messages
 
@@ -20,24 +20,21 @@ the window bounds what lies in the buffers of sockets, where nothing can be over
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from wavecore.transport.errors import ProtocolError
-from wavecore.transport.wire.codec import MAX_MESSAGE_BYTES, Buffer, Frames, encode, numbered, total_bytes
-from wavecore.transport.wire.messages import U32, Mark, Piece, TensorFrame
+from wavecore.transport.wire.codec import MAX_MESSAGE_BYTES, Buffer, Frames, decode, encode, numbered, total_bytes
+from wavecore.transport.wire.messages import U32, Down, Mark, Numbered, Piece, TensorFrame, Up
 
 PIECE_BYTES = 256 << 10
 WINDOW_MESSAGES = 256
-WINDOW_BYTES = 2 << 20  # in flight at first; doubled while a full window takes less than 50 ms, halved above 200 ms
-LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES = 1 << 20, 32 << 20
-FAST_SECONDS, SLOW_SECONDS = 0.05, 0.2
+WINDOW_BYTES = 2 << 20  # for which a small message waits: 0.4 s on a link of 5 MB/s; 2 ms on one of 10 Gbit/s
 REPORT_MESSAGES = 32
-REPORT_BYTES = PIECE_BYTES
+REPORT_BYTES = 2 * PIECE_BYTES  # a part of the window, so that a link does not run dry
 _NO_SIZES = np.empty(0, np.uint32)
 
 
@@ -54,25 +51,18 @@ class Outbox:
     """The sending end. The owner transmits what `peek` gives and then calls `advance`.
 
     Args:
-        epoch, client_id: of the session, for the messages that the stream itself needs.
-        window: messages and, at first, bytes that may be in flight: transmitted and not acknowledged.
-        clock: monotonic seconds. It decides how wide the window is, never what is lost.
+        epoch, client_id: of the session.
+        window: messages and bytes that may be in flight: transmitted and not acknowledged.
 
     Attributes:
         bytes: of all that was appended and is not acknowledged.
     """
 
     def __init__(
-        self,
-        epoch: bytes,
-        client_id: bytes,
-        window: tuple[int, int] = (WINDOW_MESSAGES, WINDOW_BYTES),
-        clock: Callable[[], float] = time.monotonic,
+        self, epoch: bytes, client_id: bytes, window: tuple[int, int] = (WINDOW_MESSAGES, WINDOW_BYTES)
     ) -> None:
-        self._names = (epoch, client_id)
+        self.epoch, self.client_id = epoch, client_id
         self._window_messages, self._window_bytes = window
-        self._clock = clock
-        self._timed: tuple[int, float] | None = None  # a number whose acknowledgement is timed, and when it left
         self._lanes: tuple[deque[_Waiting], deque[_Waiting]] = (deque(), deque())
         self._lead = 0  # bytes that lane 0 sent since lane 1 last had its turn
         self._kept: deque[tuple[Frames, int]] = deque()  # numbered and unacknowledged; the first has `_seen + 1`
@@ -118,7 +108,7 @@ class Outbox:
     def peek(self) -> Frames | None:
         """The next message to transmit, or None: there is none, or no room in the window."""
         if self._mark_due:
-            return encode(Mark(*self._names, self._seen + self._cursor, self._attempt))
+            return encode(Mark(self.epoch, self.client_id, self._seen + self._cursor, self._attempt))
         if self._cursor == len(self._kept) and not self.full and any(self._lanes):
             self._number_next()
         return self._kept[self._cursor][0] if self._cursor < len(self._kept) else None
@@ -129,7 +119,6 @@ class Outbox:
             self._mark_due = False
         else:
             self._cursor += 1
-            self._timed = self._timed or (self._seen + self._cursor, self._clock())
 
     def probe(self) -> None:
         """Ask the peer what it misses of all that went out."""
@@ -146,9 +135,6 @@ class Outbox:
         """
         if seen > self.sent:
             raise ProtocolError(f"peer acknowledges message {seen}, the last one was {self.sent}")
-        if self._timed is not None and seen >= self._timed[0]:
-            self._adjust_window(self._clock() - self._timed[1])
-            self._timed = None
         freed = seen - self._seen
         for _ in range(freed):
             size = self._kept.popleft()[1]
@@ -164,13 +150,6 @@ class Outbox:
         elif freed <= 0:
             self.probe()
         return freed > 0
-
-    def _adjust_window(self, seconds: float) -> None:
-        """What was in flight took so long."""
-        if self.full and seconds < FAST_SECONDS:
-            self._window_bytes = min(2 * self._window_bytes, MOST_WINDOW_BYTES)
-        elif self.full and seconds > SLOW_SECONDS:
-            self._window_bytes = max(self._window_bytes // 2, LEAST_WINDOW_BYTES)
 
     def _number_next(self) -> None:
         """The next message or piece leaves its lane and gets a number."""
@@ -195,7 +174,7 @@ class Outbox:
                 sizes = _NO_SIZES
 
     def _piece(self, lane: int, sizes: U32, data: Buffer) -> Frames:
-        return encode(Piece(*self._names, 0, lane, sizes, TensorFrame("uint8", (len(data),), data)))
+        return encode(Piece(self.epoch, self.client_id, 0, lane, sizes, TensorFrame("uint8", (len(data),), data)))
 
 
 class Inbox:
@@ -210,8 +189,34 @@ class Inbox:
         self._unreported_bytes = 0
         self._joins = (_Join(), _Join())
 
+    def take(self, message: Numbered | Mark, size: int) -> Up | Down | None:
+        """Take what the stream carries, of `size` bytes. Returns the whole message, if this is its turn and its end.
+
+        Raises:
+            ProtocolError: a piece that does not fit the pieces before it, or makes no message of this session. It
+                counts as received.
+        """
+        if isinstance(message, Mark):
+            if message.attempt > self._attempt:
+                self._attempt = message.attempt
+                self._gap = self._gap_reported = False
+            self._gap = self._gap or message.sent > self.seen
+            return None
+        if not self.accept(message.number, size):
+            return None
+        if not isinstance(message, Piece):
+            return message
+        frames = self._joins[message.lane].add(message)
+        if frames is None:
+            return None
+        whole = decode(frames)
+        client_id = getattr(whole, "client_id", message.client_id)
+        if not isinstance(whole, Up | Down) or (whole.epoch, client_id) != (message.epoch, message.client_id):
+            raise ProtocolError(f"{type(whole).__name__} in pieces, or of another session")
+        return whole
+
     def accept(self, number: int, size: int) -> bool:
-        """Whether this is the next message (then it counts as received); `size` = its bytes."""
+        """Whether this is the next message; then it counts as received, whatever is in it."""
         self._unreported += 1
         self._unreported_bytes += size
         if number == self.seen + 1:
@@ -220,21 +225,6 @@ class Inbox:
         if number > self.seen and not self._gap_reported:
             self._gap = True
         return False
-
-    def join(self, piece: Piece) -> Frames | None:
-        """Take an accepted piece. Returns the frames of the message that it completes.
-
-        Raises:
-            ProtocolError: it does not fit the pieces before it.
-        """
-        return self._joins[piece.lane].add(piece)
-
-    def mark(self, sent: int, attempt: int) -> None:
-        """A Mark arrived."""
-        if attempt > self._attempt:
-            self._attempt = attempt
-            self._gap = self._gap_reported = False
-        self._gap = self._gap or sent > self.seen
 
     @property
     def report_due(self) -> bool:
@@ -250,31 +240,28 @@ class Inbox:
 
 
 class _Join:
-    """Puts the pieces of one message together."""
+    """Puts the pieces of one message together, each as it comes: what is large is never held twice."""
 
     def __init__(self) -> None:
-        self._sizes, self._parts, self._missing = _NO_SIZES, list[Buffer](), 0
+        self._frames: list[memoryview] = []
+        self._open: deque[memoryview] = deque()  # what remains to be filled
 
     def add(self, piece: Piece) -> Frames | None:
         data = piece.data.buffer
-        if len(piece.sizes) or not data:
-            self._sizes, self._parts, self._missing = piece.sizes, [], int(piece.sizes.sum())
-        if not len(data) <= self._missing <= MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"a piece of {len(data)} bytes where {self._missing} are missing")
-        self._parts.append(data)
-        self._missing -= len(data)
-        if self._missing or not data:
+        if len(piece.sizes) or not data:  # the message before it, if it is not whole, does not come
+            if piece.sizes.sum() > MAX_MESSAGE_BYTES:
+                raise ProtocolError(f"pieces of a message of {piece.sizes.sum()} bytes, {MAX_MESSAGE_BYTES} at most")
+            self._frames = [np.empty(size, np.uint8).data for size in piece.sizes.tolist()]
+            self._open = deque(filter(len, self._frames))
+        if not data:
             return None
-        parts, self._parts = iter(self._parts), []
-        return [_take(parts, size) for size in self._sizes.tolist()]
-
-
-def _take(parts: Iterator[Buffer], size: int) -> bytes:
-    """The next frame: as many parts as it needs."""
-    frame: list[Buffer] = []
-    while size > 0:
-        frame.append(next(parts))
-        size -= len(frame[-1])
-    if size:
-        raise ProtocolError("a piece of two frames")
-    return b"".join(frame)
+        room = self._open.popleft() if self._open else memoryview(b"")
+        if len(data) > len(room):
+            raise ProtocolError(f"a piece of {len(data)} bytes where {len(room)} are missing")
+        room[: len(data)] = data
+        if len(data) < len(room):
+            self._open.appendleft(room[len(data) :])
+        if self._open:
+            return None
+        frames, self._frames = self._frames, []
+        return [*frames]

@@ -144,8 +144,6 @@ class Utility:
 class Hello:
     """First word of a client; answered by Ready."""
 
-    version: str
-
 
 @dataclass(frozen=True, slots=True)
 class Ping:
@@ -168,8 +166,6 @@ class Ready:
     """What the engine resolved: model, max_model_len, vocab_size, block_size, num_blocks, dtype, device, limits."""
 
     epoch: bytes
-    version: str
-    engine: int
     resolved: dict[str, Any]
 
 
@@ -249,21 +245,18 @@ class Dead:
     code: str
     message: str
     phase: str
-    rank: int
-    traceback: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """Last word of a client: its requests end and the engine forgets it.
-
-    `sent` = highest number sent; over the other socket some of it may still be on its way.
-    """
+    """Last word of a client: the engine forgets it and ends its requests, also those that are still on their way."""
 
     epoch: bytes
-    sent: int
 
 
 Message = (
     Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | UnknownClient | Dead | Bye | Piece | Mark
 )
+Up = Add | Abort | Utility  # numbered, from client to engine
+Down = Step | Result  # ... and back
+Numbered = Up | Down | Piece

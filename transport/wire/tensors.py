@@ -62,18 +62,11 @@ def byte_length(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
-class TensorWriter:
-    """Collects the bytes of one message's tensors."""
-
-    def __init__(self) -> None:
-        self._large: list[bytes | memoryview] = []
-        self._small: list[bytes | memoryview] = []
-
-    def add(self, buffer: bytes | memoryview) -> None:
-        (self._large if len(buffer) >= ZERO_COPY_BYTES else self._small).append(buffer)
-
-    def frames(self) -> list[bytes | memoryview]:
-        return [*self._large, b"".join(self._small)] if self._small else self._large
+def tensor_frames(tensors: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """The frames that carry the bytes of one message's tensors; `TensorReader` takes them apart."""
+    small = [tensor for tensor in tensors if len(tensor) < ZERO_COPY_BYTES]
+    large = [tensor for tensor in tensors if len(tensor) >= ZERO_COPY_BYTES]
+    return [*large, b"".join(small)] if small else large
 
 
 class TensorReader:

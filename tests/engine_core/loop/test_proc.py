@@ -55,7 +55,6 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engi
     proc: Any = EngineCoreProc(
         driver.core,
         recorder,  # type: ignore[arg-type]
-        index=0,
         resolved={},
         input_address=f"ipc://{tmp_path}/i",
         output_address=f"ipc://{tmp_path}/o",

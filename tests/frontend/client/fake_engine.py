@@ -29,7 +29,7 @@ RESOLVED = {"max_model_len": 100, "vocab_size": 50}
 class FakePump:
     """Stands in for `ClientPump`; events are given by the test, in its own thread."""
 
-    def __init__(self, on_event: Callable[[int, EngineEvent], None], *, version: str) -> None:
+    def __init__(self, on_event: Callable[[int, EngineEvent], None]) -> None:
         self._on_event = on_event
         self.client_ids: dict[int, bytes] = {}
         self.epochs: dict[int, bytes] = {}
@@ -80,7 +80,7 @@ class FakePump:
     def new_session(self, index: int) -> None:
         self.lives += 1
         self.client_ids[index] = bytes([self.lives]) * 16
-        self.on_event(index, Ready(self.epochs[index], "1", index, RESOLVED))
+        self.on_event(index, Ready(self.epochs[index], RESOLVED))
 
     def adds(self) -> list[tuple[int, Add]]:
         return [(i, m) for i, m in self.sent if isinstance(m, Add)]
@@ -145,7 +145,7 @@ class World:
         monkeypatch.setattr("wavecore.frontend.client.client.deployment", self.deployment)
         monkeypatch.setattr("wavecore.frontend.client.deployment_watch.deployment", self.deployment)
         monkeypatch.setattr("wavecore.frontend.client.client.ClientPump", FakePump)
-        self.client = EngineClient("/nowhere", timeout=START_SECONDS, version="1")
+        self.client = EngineClient("/nowhere", timeout=START_SECONDS)
         pump = self.client._pump
         assert isinstance(pump, FakePump)
         self.pump = pump

@@ -211,7 +211,7 @@ def test_the_restart_that_was_waited_for_fails(world: World) -> None:
 def test_the_restarted_engine_takes_no_more_clients(world: World) -> None:
     world.kill(0)
     mailbox = world.submit()
-    world.pump.on_event(0, Dead(b"e" * 16, Overloaded.code, "1000 clients are attached", "connect", 0, ""))
+    world.pump.on_event(0, Dead(b"e" * 16, Overloaded.code, "1000 clients are attached", "connect"))
     assert isinstance(error_of(mailbox), Overloaded)
 
 
@@ -347,7 +347,7 @@ def test_last_words_come_first(world: World) -> None:
     [(_, add)] = world.pump.adds()
     world.pump.step(0, [(add.handle, [5], 0)])
     mailbox.take()
-    world.pump.on_event(0, Dead(world.pump.epochs[0], "internal", "boom", "serve", 0, ""))
+    world.pump.on_event(0, Dead(world.pump.epochs[0], "internal", "boom", "serve"))
     assert "boom" in str(error_of(mailbox))
     world.kill(0)  # the process ends after its last words: nothing left to say
     assert mailbox.take() is None
@@ -449,7 +449,7 @@ def test_a_failed_io_thread_ends_everything_at_once(world: World) -> None:
 
 
 def test_an_engine_that_takes_no_more_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = Dead(b"e" * 16, Overloaded.code, "1000 clients are attached", "connect", 0, "")
+    refusal = Dead(b"e" * 16, Overloaded.code, "1000 clients are attached", "connect")
 
     def refuse(pump: FakePump, index: int) -> None:
         pump.on_event(index, refusal)

@@ -28,7 +28,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def test_a_hostile_file_is_a_typed_error_of_connect(tmp_path: Path, text: str) -> None:
     (tmp_path / deployment.FILE).write_text(text)
     with pytest.raises(StartError, match="not a deployment file"):
-        EngineClient(tmp_path, version="1")
+        EngineClient(tmp_path)
 
 
 def test_engines_that_were_not_there_are_nobodys_business(world: World) -> None:

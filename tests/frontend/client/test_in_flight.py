@@ -243,7 +243,7 @@ def test_what_was_sent_into_a_session_before_the_client_heard_of_it_is_not_lost(
     """The IO thread knows the new session first, and a request may be submitted before it has told."""
     world.pump.client_ids[0] = b"n" * 16
     mailbox = world.submit()
-    world.pump.on_event(0, Ready(world.pump.epochs[0], "1", 0, RESOLVED))
+    world.pump.on_event(0, Ready(world.pump.epochs[0], RESOLVED))
     [(_, add)] = world.pump.adds()
     world.pump.step(0, [(add.handle, [7], LENGTH)])
     assert output_of(mailbox).outputs[0].token_ids == [7]

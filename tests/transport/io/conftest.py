@@ -17,6 +17,7 @@ import zmq
 from tests.transport.io import fake_engine
 
 from wavecore.transport.curve import CurveClient
+from wavecore.transport.errors import WavecoreError
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.io.connection import Disconnected, EngineEvent, Reconnected
 from wavecore.transport.io.sockets import make_context, make_socket
@@ -37,11 +38,12 @@ class Client:
         self.extras: dict[int, dict[str, Any]] = {}
         self.results: dict[int, Result] = {}
         self.faults: list[str] = []
+        self.refused: list[WavecoreError] = []  # why messages were not sent
         self.frames = 0
         self.steps = 0
         self.on_step = on_step
         self._next = 0
-        self.pump = ClientPump(self._event, version="test")
+        self.pump = ClientPump(self._event)
 
     def _event(self, index: int, event: EngineEvent) -> None:
         if isinstance(event, Step) and self.on_step is not None:
@@ -93,14 +95,30 @@ class Client:
         handle = self._next
         self._next += 1
         ids = from_numpy(np.asarray(prompt, np.int32))
-        self.pump.send(0, Add(b"", b"", 0, handle, ids, params))
+        self._send(Add(b"", b"", 0, handle, ids, params))
         return handle
 
     def abort(self, *handles: int) -> None:
-        self.pump.send(0, Abort(b"", b"", 0, np.array(handles, np.uint32)))
+        self._send(Abort(b"", b"", 0, np.array(handles, np.uint32)))
 
     def call(self, call: int, method: str, **args: Any) -> None:
-        self.pump.send(0, Utility(b"", b"", 0, call, method, args))
+        self._send(Utility(b"", b"", 0, call, method, args))
+
+    def _send(self, message: Add | Abort | Utility) -> None:
+        self.pump.call_soon(lambda: self._send_now(message))
+
+    def _send_now(self, message: Add | Abort | Utility) -> None:
+        try:
+            self.pump.send(0, message)
+        except WavecoreError as error:
+            with self.changed:
+                self.refused.append(error)
+                self.changed.notify_all()
+
+    def wait_refusal(self, kind: type[WavecoreError]) -> WavecoreError:
+        self.wait_for(lambda: bool(self.refused), "the refusal")
+        assert type(self.refused[0]) is kind
+        return self.refused.pop()
 
     def wait_ends(self, *handles: int) -> None:
         self.wait_for(lambda: all(handle in self.ends for handle in handles), f"the end of {len(handles)} requests")

@@ -35,12 +35,13 @@ def main() -> None:
             if len(ends) >= requests:
                 ended.set()
 
-    pump = ClientPump(on_event, version="test")
+    pump = ClientPump(on_event)
     pump.connect(0, sys.argv[1], sys.argv[2])
     ready.wait()
     for handle in tokens:
         prompt = from_numpy(np.arange(3, dtype=np.int32))
-        pump.send(0, Add(b"", b"", 0, handle, prompt, {"count": count}))
+        add = Add(b"", b"", 0, handle, prompt, {"count": count})
+        pump.call_soon(lambda add=add: pump.send(0, add))
     running.wait()
     print("running", flush=True)
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()

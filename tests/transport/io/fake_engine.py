@@ -69,8 +69,6 @@ class FakeEngine:
         self.output = OutputPump(
             output_address,
             epoch=self.epoch,
-            engine=0,
-            version="test",
             resolved={"model": "fake"},
             load=lambda: len(self.open),
             input_queue=self.queue,

@@ -47,7 +47,7 @@ def test_only_listed_keys_enter(tmp_path: Path, make_engine: Any, make_client: A
     for address, kind in ends:
         assert first_event(address, CurveClient(public.encode(), wrong_key), kind) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         assert first_event(address, None, kind) != zmq.EVENT_HANDSHAKE_SUCCEEDED
-    assert len(engine.output.sessions) == 1
+    assert len(engine.output._streams) == 1
 
     (tmp_path / "authorized_clients" / "friend.pub").write_bytes(wrong_key.public + b"\n")
     for address, kind in ends:

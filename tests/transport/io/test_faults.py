@@ -161,8 +161,8 @@ def test_an_abort_overtakes_the_request_that_it_ends(make_client: Any, site: Sit
     assert site.engine.aborted == [large, next_one]
     assert [handle for _, handle in site.engine.added] == [next_one + 1, next_one + 2]
     assert up.up_bytes < 5e6  # of 40
-    session = client.pump._connections[0]._session
-    until(lambda: session.outbox.bytes == 0, "the last acknowledgement")
+    session = client.pump._connections[0]._outbox
+    until(lambda: session.bytes == 0, "the last acknowledgement")
 
 
 def test_a_large_result_over_a_slow_link_holds_up_no_tokens(make_client: Any, site: Site) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.waiting import until
+from tests.transport.io.conftest import DEADLINE
 
 from wavecore.transport import headroom
 from wavecore.transport.errors import ResourceError
@@ -36,7 +37,7 @@ try:
             if isinstance(event, Ready | ClientFailed):
                 events.append(event)
                 heard.set()
-        clients.append(ClientPump(on_event, version="test"))
+        clients.append(ClientPump(on_event))
         clients[-1].connect(0, *{addresses})
         heard.wait()
         assert isinstance(events[0], Ready), events
@@ -74,7 +75,7 @@ def test_a_client_without_a_thread_is_refused_and_leaves_nothing(monkeypatch: py
 
     monkeypatch.setattr(threading, "_start_new_thread", refuse)
     with pytest.raises(ResourceError, match="ulimit -u"):
-        ClientPump(lambda *_: None, version="test")
+        ClientPump(lambda *_: None)
     until(lambda: (threading.active_count(), num_descriptors()) == (threads, files), "everything given back")
 
 
@@ -87,6 +88,25 @@ def test_a_client_that_cannot_open_its_sockets_says_so(make_client: Any, monkeyp
     client.pump.connect(0, "ipc:///nowhere", "ipc:///nowhere")
     client.wait_for(lambda: client.saw(ClientFailed), "the failure")
     assert isinstance(client.events[0].error, ResourceError)
+
+
+def test_a_client_that_cannot_open_sockets_again_says_so_and_leaves_nothing(
+    make_engine: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: Any, **_options: Any) -> Any:
+        raise ResourceError("no descriptor is left")
+
+    engine = make_engine()
+    threads, files = threading.active_count(), num_descriptors()
+    client = make_client()
+    client.connect(engine.addresses)
+    monkeypatch.setattr(connection, "make_socket", refuse)
+    client.pump.connect(0, *engine.addresses)
+    client.wait_for(lambda: client.saw(ClientFailed), "the failure")
+    assert isinstance(client.events[-1].error, ResourceError)
+    client.pump.join(DEADLINE)
+    until(lambda: threading.active_count() == threads, "the end of its threads")
+    until(lambda: num_descriptors() <= files, "everything given back")
 
 
 def test_clients_beyond_an_engines_descriptors_are_refused_by_name(make_process: Any, make_client: Any) -> None:

@@ -30,7 +30,7 @@ class Raw:
         self.epoch = engine.epoch
         self.push = raw_socket(zmq.PUSH, engine.addresses[0])
         self.dealer = raw_socket(zmq.DEALER, engine.addresses[1], self.client_id)
-        self.dealer.send_multipart(encode(m.Hello("test")))
+        self.dealer.send_multipart(encode(m.Hello()))
         self.wait(m.Ready)
 
     def wait(self, kind: type) -> Any:
@@ -109,6 +109,16 @@ def test_bad_call_is_answered(hostile: Any) -> None:
     assert (result.call, result.error_code) == (5, "protocol")
 
 
+def test_a_bad_message_of_a_kind_for_clients_is_dropped(hostile: Any) -> None:
+    engine, raw = hostile()
+    number = (1).to_bytes(8, "little")
+    raw.push.send_multipart([msgpack.packb([m.PROTOCOL_VERSION, 7, number, raw.epoch, "no output", 0])])  # Step
+    prompt = from_numpy(np.arange(3, dtype=np.int32))
+    raw.push.send_multipart(encode(m.Add(raw.epoch, raw.client_id, 1, 3, prompt, {})))
+    raw.wait(m.Step)
+    assert [handle for _, handle in engine.added] == [3]
+
+
 def test_other_lives_and_strangers_are_ignored(hostile: Any) -> None:
     engine, raw = hostile()
     prompt = from_numpy(np.arange(3, dtype=np.int32))
@@ -123,7 +133,7 @@ def test_ping_without_a_session_is_told_so(hostile: Any) -> None:
     engine, raw = hostile()
     raw.dealer.send_multipart(encode(m.Ping(b"another life 16b", 0)))
     assert raw.wait(m.UnknownClient).epoch == engine.epoch
-    assert raw.client_id in engine.output.sessions  # a stale ping is no reason to forget a living session
+    assert raw.client_id in engine.output._streams  # a stale ping is no reason to forget a living session
 
 
 def test_gap_is_reported_at_once_and_the_hole_is_filled(hostile: Any) -> None:
@@ -157,7 +167,7 @@ def test_bad_pieces_cost_their_sender_that_message(hostile: Any) -> None:
     prompt = from_numpy(np.arange(30_000, dtype=np.int32))
     stranger = m.Add(raw.epoch, b"stranger 16bytes", 0, 1, prompt, {})
     number = in_pieces(raw, 1, encode(stranger))
-    number = in_pieces(raw, number, encode(m.Hello("in pieces")))
+    number = in_pieces(raw, number, encode(m.Hello()))
     number = in_pieces(raw, number, [b"\x93\x02\x01", b"rubbish"])
     main, pack = encode(m.Add(raw.epoch, raw.client_id, 0, 70, prompt, {}))
     number = in_pieces(raw, number, [main, pack[:-4]])
@@ -170,7 +180,7 @@ def test_bad_pieces_cost_their_sender_that_message(hostile: Any) -> None:
     while raw.wait(m.Step).output.handles.tolist() != [71]:
         continue
     assert [handle for _, handle in engine.added] == [71]
-    assert engine.input._complaints.counts["bad frame on the input socket"] == 4
+    assert engine.input._complaints.counts["bad frame on the input socket"] == 5
 
 
 def test_lying_acknowledgement_is_dropped(hostile: Any, make_client: Any) -> None:
@@ -193,11 +203,11 @@ def test_unread_results_are_bounded(hostile: Any) -> None:
 def test_identity_of_another_length_gets_no_session(hostile: Any, make_client: Any, raw_socket: Any) -> None:
     engine, _ = hostile()
     short = raw_socket(zmq.DEALER, engine.addresses[1], b"short")
-    short.send_multipart(encode(m.Hello("test")))
+    short.send_multipart(encode(m.Hello()))
     client = make_client()
     client.connect(engine.addresses)
     client.wait_ends(client.add())
-    assert len(engine.output.sessions) == 2  # the raw client's and the good one's
+    assert len(engine.output._streams) == 2  # the raw client's and the good one's
 
 
 def test_failure_of_a_pump_reaches_the_engine(make_engine: Any) -> None:

@@ -32,14 +32,14 @@ def test_ready_says_what_the_engine_resolved(make_engine: Any, make_client: Any)
     client.connect(engine.addresses)
     ready = client.events[0]
     assert isinstance(ready, Ready)
-    assert (ready.epoch, ready.version, ready.resolved) == (engine.epoch, "test", {"model": "fake"})
+    assert (ready.epoch, ready.resolved) == (engine.epoch, {"model": "fake"})
 
 
 def test_engine_may_appear_after_the_client(make_engine: Any, make_client: Any, ipc: Any) -> None:
     client = make_client()
     client.pump.connect(0, *ipc)
-    with pytest.raises(EngineDead):
-        client.add()
+    client.add()
+    client.wait_refusal(EngineDead)
     make_engine()
     client.wait_for(lambda: client.saw(Ready), "READY")
     client.wait_ends(client.add())
@@ -144,17 +144,19 @@ def test_large_result_comes_in_chunks_and_is_joined(make_engine: Any, make_clien
 def test_too_large_message_is_refused_before_it_leaves(make_engine: Any, make_client: Any) -> None:
     engine, client = make_engine(), make_client()
     client.connect(engine.addresses)
-    with pytest.raises(MessageTooLarge):
-        client.add(prompt=np.zeros(30 << 20, np.int32))
+    client.add(prompt=np.zeros(30 << 20, np.int32))
+    client.wait_refusal(MessageTooLarge)
     client.wait_ends(client.add())
 
 
 def test_last_words_arrive(make_engine: Any, make_client: Any) -> None:
     engine, client = make_engine(), make_client()
     client.connect(engine.addresses)
-    engine.output.put_dead("numerical", "all is NaN", "step", 0, "\ud800 " + "Traceback ..." * 100_000)
+    engine.output.put_dead("numerical", "all is NaN " * 100_000 + "\ud800", "step")
     engine.output.stop()
-    client.wait_for(lambda: any(getattr(e, "message", "") == "all is NaN" for e in client.events), "last words")
+    client.wait_for(
+        lambda: any(getattr(e, "message", "").endswith("all is NaN ?") for e in client.events), "last words"
+    )
 
 
 def test_many_clients_share_an_engine(make_engine: Any, make_client: Any) -> None:
@@ -214,13 +216,18 @@ def test_idle_pumps_use_no_cpu(make_engine: Any, make_client: Any) -> None:
     assert time.process_time() - before < 0.2 * (time.monotonic() - started)
 
 
-def test_close_sends_what_was_queued(make_engine: Any, make_client: Any) -> None:
-    engine, client = make_engine(), make_client()
+def test_close_ends_what_was_sent_and_what_was_on_its_way(make_engine: Any, make_client: Any) -> None:
+    engine, client = make_engine(pace=0.01), make_client()
     client.connect(engine.addresses)
     for _ in range(500):
-        client.add()
+        client.add(count=1 << 30)
     client.pump.close()
-    until(lambda: len(engine.added) == 500, "500 requests")
+    until(lambda: bool(engine.gone), "the goodbye")
+    other = make_client()
+    other.connect(engine.addresses)
+    other.wait_ends(other.add())  # behind all that was on its way
+    until(lambda: not engine.open, "the end of its requests")
+    assert len(engine.output._streams) == 1
 
 
 def test_goodbye_is_heard_at_once_and_alarms_nobody(
@@ -233,7 +240,7 @@ def test_goodbye_is_heard_at_once_and_alarms_nobody(
     identity = client.pump.client_id(0)
     started = time.monotonic()
     client.pump.close()
-    until(lambda: not engine.open and identity not in engine.output.sessions, "the end of its request")
+    until(lambda: not engine.open and identity not in engine.output._streams, "the end of its request")
     assert time.monotonic() - started < 3.0  # an absent client is waited for longer
     assert engine.gone == [identity]
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
@@ -249,8 +256,6 @@ def test_failure_of_the_io_thread_is_told(make_engine: Any, make_client: Any, mo
     client.pump._call_soon(bug)
     client.wait_for(lambda: client.saw(ClientFailed), "the news")
     client.pump.close()
-    with pytest.raises(EngineDead):
-        client.add()
 
 
 def test_too_large_result_is_an_error(make_engine: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

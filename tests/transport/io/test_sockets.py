@@ -13,7 +13,7 @@ from wavecore.transport import small_files
 from wavecore.transport.addresses import parse_address
 from wavecore.transport.curve import CurveServer, KeyPair, create_keys
 from wavecore.transport.errors import ConfigError, ResourceError, StartError
-from wavecore.transport.io.authenticator import BoundSocket
+from wavecore.transport.io.bound_thread import BoundThread
 from wavecore.transport.waker import Waker
 
 
@@ -66,40 +66,42 @@ def test_every_socket_is_bounded(raw_socket: Any, ipc: tuple[str, str], kind: in
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.MAXMSGSIZE, zmq.LINGER, zmq.HANDSHAKE_IVL):
         assert socket.getsockopt(option) > 0
     assert socket.getsockopt(zmq.IMMEDIATE) == (kind == zmq.PUSH)
-    socket.close(0)
+    socket.close()
 
 
 def test_address_that_cannot_be_bound(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="missing"):
-        BoundSocket(zmq.PULL, f"ipc://{tmp_path}/missing/x", None, print)
+        BoundThread("test", zmq.PULL, f"ipc://{tmp_path}/missing/x", None, print)
     create_keys(tmp_path)
     server = CurveServer.load(tmp_path)
-    first = BoundSocket(zmq.PULL, "tcp://127.0.0.1:0", server, print)
+    first = BoundThread("test", zmq.PULL, "tcp://127.0.0.1:0", server, print)
     with pytest.raises(ResourceError, match="cannot use"):
-        BoundSocket(zmq.ROUTER, first.address, server, print)
-    first.close(0)
+        BoundThread("test", zmq.ROUTER, first.endpoint, server, print)
+    first.close()
 
 
 def test_port_is_chosen_once_and_bound_again(tmp_path: Path) -> None:
     create_keys(tmp_path)
     server = CurveServer.load(tmp_path)
-    first = BoundSocket(zmq.PULL, "tcp://127.0.0.1:0", server, print)
-    assert not first.address.endswith(":0")
-    first.close(0)
-    again = BoundSocket(zmq.PULL, first.address, server, print)
-    assert again.address == first.address
-    again.close(0)
+    first = BoundThread("test", zmq.PULL, "tcp://127.0.0.1:0", server, print)
+    assert not first.endpoint.endswith(":0")
+    first.close()
+    again = BoundThread("test", zmq.PULL, first.endpoint, server, print)
+    assert again.endpoint == first.endpoint
+    again.close()
 
 
-def test_bound_socket_gives_everything_back(tmp_path: Path) -> None:
+def test_bound_thread_gives_everything_back(tmp_path: Path) -> None:
     create_keys(tmp_path)
     server = CurveServer.load(tmp_path)
-    BoundSocket(zmq.PULL, "tcp://127.0.0.1:0", server, print).close(0)  # libraries open their own descriptors once
+    BoundThread(
+        "test", zmq.PULL, "tcp://127.0.0.1:0", server, print
+    ).close()  # libraries open their own descriptors once
     before = _descriptors()
     for _ in range(3):
-        BoundSocket(zmq.ROUTER, "tcp://127.0.0.1:0", server, print).close(0)
+        BoundThread("test", zmq.ROUTER, "tcp://127.0.0.1:0", server, print).close()
         with pytest.raises(StartError):
-            BoundSocket(zmq.PULL, f"ipc://{tmp_path}/missing/x", server, print)
+            BoundThread("test", zmq.PULL, f"ipc://{tmp_path}/missing/x", server, print)
     assert _descriptors() == before
 
 

@@ -1,0 +1,254 @@
+"""CPU of the client alone: what one stream costs in one step, in microseconds, on both of its threads.
+
+    python scripts/bench_client.py [--streams 256 1024] [--steps 100] [--repeats 5] [--tokenizer PATH] [--only NAME ...]
+
+A thread without sockets stands in for the engine and the wire. It answers each request with a first token; when all are
+there it runs steps of one token each: it decodes a Step from bytes and hands it to the client, as the IO thread does.
+Streams are in lockstep: a step comes when every stream has given the last one to its reader, so no deltas merge.
+
+CPU is that of the threads, not of the clock, from the first common step to the end of the last, so what else runs on
+the machine counts little. Printed are the median and the least of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import queue
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+from bench_detokenize import small_tokenizer
+
+from wavecore import LLM, AsyncLLM, SamplingParams
+from wavecore.frontend.client.service import Service
+from wavecore.transport.io.connection import EngineEvent
+from wavecore.transport.processes.deployment import Deployment, EngineEntry
+from wavecore.transport.wire.codec import decode, encode
+from wavecore.transport.wire.messages import Abort, Add, FinishReason, Ready, Step, StepTokens, Utility
+
+EPOCH = bytes(16)
+VOCAB = 4000
+PROMPT = {"prompt_token_ids": [1, 2, 3, 4]}
+START_SECONDS = 5.0
+
+
+class Script:
+    """What the engine will do, and what it cost.
+
+    Attributes:
+        lockstep: whether a step waits until the one before was read.
+    """
+
+    def __init__(self, streams: int, steps: int, lockstep: bool) -> None:
+        self.streams, self.steps, self.lockstep = streams, steps, lockstep
+        self.consumer = time.pthread_getcpuclockid(threading.get_ident())
+        self.cpu = (0.0, 0.0)  # of the consumer and of the IO thread
+        self._unread = 0
+        self._all_read = threading.Semaphore(0)
+        self._begin = (0.0, 0.0)
+
+    def read(self) -> None:
+        """A reader has had its delta."""
+        self._unread -= 1
+        if not self._unread:
+            self._all_read.release()
+
+    def run(self, handles: Sequence[int], emit: Callable[[EngineEvent], None]) -> None:
+        """All steps but the first, in the IO thread."""
+        rows = np.array(handles, np.uint32)
+        ones, draw = np.ones(len(rows), np.uint32), np.random.default_rng(0)
+        messages = []
+        for i in range(self.steps):
+            finish = np.full(len(rows), FinishReason.LENGTH if i + 1 == self.steps else FinishReason.NONE, np.uint8)
+            tokens = draw.integers(0, VOCAB, len(rows), np.int32)
+            messages.append(encode(Step(EPOCH, i + 1, StepTokens(rows, ones, tokens, finish))))
+        if self.lockstep:
+            self._all_read.acquire()
+        self._begin = time.clock_gettime(self.consumer), time.thread_time()
+        for i, frames in enumerate(messages):
+            if self.lockstep and i:
+                self._all_read.acquire()
+            self._unread = self.streams
+            if i + 1 == self.steps:  # no more of it is to be measured in this thread
+                emit(decode(frames))
+                self.cpu = -self._begin[0], time.thread_time() - self._begin[1]
+            else:
+                emit(decode(frames))
+
+    def first_step(self) -> None:
+        self._unread = self.streams
+
+    def end(self) -> tuple[float, float]:
+        """Microseconds a stream and step, of the consumer and of the IO thread. In the consumer's thread."""
+        consumer = time.thread_time() + self.cpu[0]
+        scale = 1e6 / (self.streams * self.steps)
+        return consumer * scale, self.cpu[1] * scale
+
+
+class ScriptedPump:
+    """Stands in for `ClientPump`: its thread is the IO thread."""
+
+    script: Script
+    tokenizer: str
+
+    def __init__(self, on_event: Callable[[int, EngineEvent], None]) -> None:
+        self._on_event = on_event
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._handles: list[int] = []
+        self._answered = 0
+        threading.Thread(target=self._run, name="client IO", daemon=True).start()
+
+    def call_soon(self, call: Callable[[], object]) -> None:
+        self._calls.put(call)
+
+    def call_later(self, seconds: float, call: Callable[[], object]) -> None:
+        """Nothing in here has a deadline."""
+
+    def connect(self, index: int, input: str, output: str, curve: object = None) -> None:
+        resolved = {
+            "max_model_len": 100_000,
+            "vocab_size": VOCAB,
+            "eos_token_ids": [],
+            "max_num_queued_reqs": 4096,
+            "tokenizer": self.tokenizer,
+        }
+        self.call_soon(lambda: self._on_event(index, Ready(EPOCH, resolved)))
+
+    def client_id(self, index: int) -> bytes:
+        return EPOCH
+
+    def send(self, index: int, message: Add | Abort | Utility) -> bytes:
+        if isinstance(message, Add):
+            self._handles.append(message.handle)
+        return EPOCH
+
+    def close(self, timeout: float = 1.0) -> None:
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            new = self._handles[self._answered :]
+            if not new:
+                continue
+            if not self._answered:
+                self.script.first_step()
+            self._answered += len(new)
+            rows = np.array(new, np.uint32)
+            zeros = np.zeros(len(new), np.uint8)
+            first = StepTokens(rows, np.ones(len(new), np.uint32), np.ones(len(new), np.int32), zeros)
+            self._emit(Step(EPOCH, 0, first))
+            if self._answered == self.script.streams:
+                self.script.run(self._handles, self._emit)
+                self._handles, self._answered = [], 0
+
+    def _emit(self, event: EngineEvent) -> None:
+        self._on_event(0, event)
+
+
+@contextmanager
+def service(script: Script, tokenizer: str) -> Iterator[Service]:
+    """A client whose engine plays the script."""
+    ScriptedPump.script, ScriptedPump.tokenizer = script, tokenizer
+    found = Deployment("ready", 1, (EngineEntry(0, "ready", input="ipc:///in", output="ipc:///out"),))
+    with (
+        mock.patch("wavecore.frontend.client.client.ClientPump", ScriptedPump),
+        mock.patch("wavecore.transport.processes.deployment.read", lambda _: found),
+    ):
+        yield Service(Path("/nowhere"), None, START_SECONDS)
+
+
+def params_of(script: Script, detokenize: bool, stop: str | None = None) -> SamplingParams:
+    return SamplingParams(max_tokens=script.steps + 1, ignore_eos=True, detokenize=detokenize, stop=stop)
+
+
+def generate(script: Script, service: Service, params: SamplingParams) -> None:
+    llm = LLM.__new__(LLM)
+    llm._attach(service)
+    outputs = llm.generate([PROMPT] * script.streams, params, use_tqdm=False)
+    assert all(len(output.outputs[0].token_ids) == script.steps + 1 for output in outputs)
+
+
+def stream(script: Script, service: Service, params: SamplingParams) -> None:
+    """One thread reads all streams in turn."""
+    llm = LLM.__new__(LLM)
+    llm._attach(service)
+    streams = [llm.stream(PROMPT, params) for _ in range(script.streams)]
+    for _ in range(script.steps + 1):
+        for deltas in streams:
+            assert len(next(deltas).outputs[0].token_ids) == 1
+            script.read()
+
+
+def tasks(script: Script, service: Service, params: SamplingParams) -> None:
+    """A task a stream."""
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm._attach(service)
+
+    async def one() -> None:
+        async for output in llm.generate(PROMPT, params):
+            assert len(output.outputs[0].token_ids) == 1
+            script.read()
+
+    async def together() -> None:
+        await asyncio.gather(*[one() for _ in range(script.streams)])
+
+    asyncio.run(together())
+
+
+CASES: dict[str, tuple[Callable[[Script, Service, SamplingParams], None], bool, str | None]] = {
+    "LLM.generate, ids": (generate, False, None),
+    "LLM.generate, text": (generate, True, None),
+    "LLM.generate, a stop string": (generate, True, "\n\n\n"),
+    "LLM.stream, text": (stream, True, None),
+    "AsyncLLM, ids": (tasks, False, None),
+    "AsyncLLM, text": (tasks, True, None),
+}
+
+
+def measure(name: str, streams: int, steps: int, tokenizer: str) -> tuple[float, float]:
+    run, detokenize, stop = CASES[name]
+    script = Script(streams, steps, lockstep=run is not generate)
+    with service(script, tokenizer) as client:
+        gc.collect()
+        run(script, client, params_of(script, detokenize, stop))
+        cost = script.end()
+        client.close()
+    return cost
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokenizer", default="", help="folder or tokenizer.json; else a small one is trained")
+    parser.add_argument("--only", nargs="+", default=list(CASES), help="cases that begin so")
+    args = parser.parse_args()
+    print(f"Python {sys.version.split()[0]}; us a stream and step, median (least) of {args.repeats}\n")
+    print("| client | streams | both threads | consumer | IO thread |")
+    print("|---|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as folder:
+        if not args.tokenizer:
+            small_tokenizer().save(str(Path(folder) / "tokenizer.json"))
+        for name in [name for name in CASES if name.startswith(tuple(args.only))]:
+            for streams in args.streams:
+                costs = [measure(name, streams, args.steps, args.tokenizer or folder) for _ in range(args.repeats)]
+                both = [a + b for a, b in costs]
+                consumer, io_thread = (statistics.median(column) for column in zip(*costs, strict=True))
+                total = f"{statistics.median(both):.2f} ({min(both):.2f})"
+                print(f"| {name} | {streams:,} | {total} | {consumer:.2f} | {io_thread:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

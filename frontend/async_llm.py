@@ -191,13 +191,13 @@ class AsyncLLM(BaseLLM):
         mailbox = self._service.mailbox(request, notifier, kind)
         try:
             self._by_id[request.request_id] = mailbox
-            event = notifier.event(mailbox)
+            news = notifier.news(mailbox)
             self._service.client.submit(mailbox)
             finished = False
             while not finished:
                 if not mailbox.ended:  # else there is nothing to wait for, in the child of a fork also nobody
-                    await event.wait()
-                event.clear()
+                    await news
+                news = notifier.news(mailbox)
                 for output in shown(mailbox.take()):
                     finished = output.finished
                     yield output

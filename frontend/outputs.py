@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,24 +105,28 @@ class RequestOutput:
     @property
     def error(self) -> WavecoreError | None:
         """The first error among the choices."""
-        return next((o.error for o in self.outputs if o.error is not None), None)
+        for output in self.outputs:  # read with every delta: a generator would cost twice as much
+            if output.error is not None:
+                return output.error
+        return None
 
 
-def shown(output: RequestOutput | None) -> Iterator[RequestOutput]:
+def shown(output: RequestOutput | None) -> Iterable[RequestOutput]:
     """What a stream yields for one `Mailbox.take`: nothing, the output, or what a failed request had before it failed.
 
     Raises:
         WavecoreError: the request failed; the stream's end is the exception.
     """
     if output is None:
-        return
-    if output.error is None:
-        yield output
-        return
+        return ()
+    return (output,) if output.error is None else _failed(output, output.error)
+
+
+def _failed(output: RequestOutput, error: WavecoreError) -> Iterator[RequestOutput]:
     if any(o.token_ids for o in output.outputs):
         outputs = [replace(o, finish_reason=None, error=None) if o.error else o for o in output.outputs]
         yield replace(output, outputs=outputs, finished=False)
-    raise output.error
+    raise error
 
 
 @dataclass(slots=True)

@@ -33,12 +33,12 @@ from wavecore import LLM, AsyncLLM, SamplingParams
 from wavecore.frontend.client.service import Service
 from wavecore.transport.io.connection import EngineEvent
 from wavecore.transport.processes.deployment import Deployment, EngineEntry
-from wavecore.transport.wire.codec import decode, encode
+from wavecore.transport.wire.codec import Frames, decode, encode
 from wavecore.transport.wire.messages import Abort, Add, FinishReason, Ready, Step, StepTokens, Utility
 
 EPOCH = bytes(16)
 VOCAB = 4000
-PROMPT = {"prompt_token_ids": [1, 2, 3, 4]}
+PROMPT = [1, 2, 3, 4]
 START_SECONDS = 5.0
 
 
@@ -51,19 +51,20 @@ class Script:
 
     def __init__(self, streams: int, steps: int, lockstep: bool) -> None:
         self.streams, self.steps, self.lockstep = streams, steps, lockstep
-        self.consumer = time.pthread_getcpuclockid(threading.get_ident())
-        self.cpu = (0.0, 0.0)  # of the consumer and of the IO thread
-        self._unread = 0
+        self._consumer = time.pthread_getcpuclockid(threading.get_ident())
+        self._begin = self._io_thread = 0.0
+        self._unread = streams
         self._all_read = threading.Semaphore(0)
-        self._begin = (0.0, 0.0)
+        self._done = threading.Event()
 
     def read(self) -> None:
         """A reader has had its delta."""
         self._unread -= 1
         if not self._unread:
+            self._unread = self.streams
             self._all_read.release()
 
-    def run(self, handles: Sequence[int], emit: Callable[[EngineEvent], None]) -> None:
+    def run(self, handles: Sequence[int], deliver: Callable[[Frames], None]) -> None:
         """All steps but the first, in the IO thread."""
         rows = np.array(handles, np.uint32)
         ones, draw = np.ones(len(rows), np.uint32), np.random.default_rng(0)
@@ -72,27 +73,21 @@ class Script:
             finish = np.full(len(rows), FinishReason.LENGTH if i + 1 == self.steps else FinishReason.NONE, np.uint8)
             tokens = draw.integers(0, VOCAB, len(rows), np.int32)
             messages.append(encode(Step(EPOCH, i + 1, StepTokens(rows, ones, tokens, finish))))
-        if self.lockstep:
-            self._all_read.acquire()
-        self._begin = time.clock_gettime(self.consumer), time.thread_time()
         for i, frames in enumerate(messages):
-            if self.lockstep and i:
+            if self.lockstep:
                 self._all_read.acquire()
-            self._unread = self.streams
-            if i + 1 == self.steps:  # no more of it is to be measured in this thread
-                emit(decode(frames))
-                self.cpu = -self._begin[0], time.thread_time() - self._begin[1]
-            else:
-                emit(decode(frames))
+            if i == 0:
+                self._begin, begin = time.clock_gettime(self._consumer), time.thread_time()
+            deliver(frames)
+        self._io_thread = time.thread_time() - begin
+        self._done.set()
 
-    def first_step(self) -> None:
-        self._unread = self.streams
-
-    def end(self) -> tuple[float, float]:
+    def costs(self) -> tuple[float, float]:
         """Microseconds a stream and step, of the consumer and of the IO thread. In the consumer's thread."""
-        consumer = time.thread_time() + self.cpu[0]
+        consumer = time.thread_time() - self._begin
+        self._done.wait()
         scale = 1e6 / (self.streams * self.steps)
-        return consumer * scale, self.cpu[1] * scale
+        return consumer * scale, self._io_thread * scale
 
 
 class ScriptedPump:
@@ -111,10 +106,10 @@ class ScriptedPump:
     def call_soon(self, call: Callable[[], object]) -> None:
         self._calls.put(call)
 
-    def call_later(self, seconds: float, call: Callable[[], object]) -> None:
+    def call_later(self, *_: object) -> None:
         """Nothing in here has a deadline."""
 
-    def connect(self, index: int, input: str, output: str, curve: object = None) -> None:
+    def connect(self, index: int, *_: object) -> None:
         resolved = {
             "max_model_len": 100_000,
             "vocab_size": VOCAB,
@@ -124,15 +119,15 @@ class ScriptedPump:
         }
         self.call_soon(lambda: self._on_event(index, Ready(EPOCH, resolved)))
 
-    def client_id(self, index: int) -> bytes:
+    def client_id(self, _: int) -> bytes:
         return EPOCH
 
-    def send(self, index: int, message: Add | Abort | Utility) -> bytes:
+    def send(self, _: int, message: Add | Abort | Utility) -> bytes:
         if isinstance(message, Add):
             self._handles.append(message.handle)
         return EPOCH
 
-    def close(self, timeout: float = 1.0) -> None:
+    def close(self) -> None:
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -141,19 +136,19 @@ class ScriptedPump:
             new = self._handles[self._answered :]
             if not new:
                 continue
-            if not self._answered:
-                self.script.first_step()
             self._answered += len(new)
             rows = np.array(new, np.uint32)
             zeros = np.zeros(len(new), np.uint8)
             first = StepTokens(rows, np.ones(len(new), np.uint32), np.ones(len(new), np.int32), zeros)
-            self._emit(Step(EPOCH, 0, first))
+            self._on_event(0, Step(EPOCH, 0, first))
             if self._answered == self.script.streams:
-                self.script.run(self._handles, self._emit)
+                self.script.run(self._handles, self._deliver)
                 self._handles, self._answered = [], 0
 
-    def _emit(self, event: EngineEvent) -> None:
-        self._on_event(0, event)
+    def _deliver(self, frames: Frames) -> None:
+        step = decode(frames)
+        assert isinstance(step, Step)
+        self._on_event(0, step)
 
 
 @contextmanager
@@ -222,9 +217,9 @@ def measure(name: str, streams: int, steps: int, tokenizer: str) -> tuple[float,
     with service(script, tokenizer) as client:
         gc.collect()
         run(script, client, params_of(script, detokenize, stop))
-        cost = script.end()
+        costs = script.costs()
         client.close()
-    return cost
+    return costs
 
 
 def main() -> None:

@@ -21,22 +21,19 @@ from wavecore.transport.wire.messages import FinishReason
 logger = logging.getLogger(__name__)
 
 
-class _Arrived(NamedTuple):
-    """What the consumer may see.
+class _Ending(NamedTuple):
+    """How a choice ended."""
 
-    Attributes:
-        tokens: how many of `emitted`; so many of log-probabilities, too.
-        readable: how many of them, from the first, are to become text.
-        pieces: how many pieces of text came from the stop strings.
-    """
-
-    tokens: int = 0
-    readable: int = 0
-    pieces: int = 0
-    cumulative: float | None = None
-    finish: FinishName | None = None
+    finish: FinishName | None
     stop_reason: int | str | None = None
     error: WavecoreError | None = None
+
+
+_RUNS = _Ending(None)
+
+_Arrived = tuple[int, int, int, float | None, _Ending]
+"""What the consumer may see: how many tokens of `emitted` (and of log-probabilities), how many of them, from the first,
+are to become text, how many pieces of text came from the stop strings, the cumulative log-probability, the end."""
 
 
 class Choice:
@@ -61,14 +58,15 @@ class Choice:
         # Written by the IO thread. The consumer takes from the left of the deques, and nothing beyond `_arrived`.
         self.emitted: list[int] = []
         self.seed: int | None = None
+        self._is_plain = params.logprobs is None and self._stops is None
         self._num_pieces = 0
         self._pieces: deque[str] = deque()
         self._new_logprobs: deque[PositionLogprobs] | None = deque() if params.logprobs is not None else None
         self._cumulative: float | None = 0.0 if params.logprobs is not None else None
-        self._arrived = _Arrived(cumulative=self._cumulative)
+        self._arrived: _Arrived = 0, 0, 0, self._cumulative, _RUNS
         # Written by the consumer.
-        self._taken = self._read_so_far = self._pieces_taken = 0
-        self._text: list[str] = []
+        self._taken = self._pieces_taken = 0
+        self._text = ""
         self._logprobs: list[PositionLogprobs] = []
         self._fault: WavecoreError | None = None
         self.told = False
@@ -76,21 +74,21 @@ class Choice:
     @property
     def finish(self) -> FinishName | None:
         """None while it runs; `take` may not have given it yet."""
-        return self._arrived.finish
+        return self._arrived[-1].finish
 
     # --- the consumer ------------------------------------------------------------------------------------------------
 
     @property
     def has_news(self) -> bool:
         arrived = self._arrived
-        return not self.told and (arrived.finish is not None or self._taken < arrived.tokens)
+        return not self.told and (self._taken < arrived[0] or arrived[-1] is not _RUNS)
 
     def take(self) -> CompletionOutput:
         """What is new, or all so far."""
-        arrived = self._arrived
-        finish, error = arrived.finish, arrived.error
+        count, readable, pieces, cumulative, (finish, stop_reason, error) = self._arrived
+        new = self.emitted[self._taken : count]
         try:
-            self._render(arrived)
+            self._render(new[: readable - self._taken], pieces)
             if finish is not None and not self.told:
                 self._flush()
         except Exception as fault:  # the text of one request must not end its neighbours
@@ -100,33 +98,32 @@ class Choice:
         if self._fault is not None:
             finish, error = "error", self._fault
         if self._new_logprobs is not None:
-            count = min(arrived.tokens - self._taken, len(self._new_logprobs))
-            self._logprobs += [self._new_logprobs.popleft() for _ in range(count)]
+            self._logprobs += [self._new_logprobs.popleft() for _ in range(min(len(new), len(self._new_logprobs)))]
         output = CompletionOutput(
-            index=self.index,
-            text="".join(self._text),
-            token_ids=self.emitted[0 if self._keep_all else self._taken : arrived.tokens],
-            cumulative_logprob=arrived.cumulative,
-            logprobs=None if self._new_logprobs is None else list(self._logprobs),
-            finish_reason=finish,
-            stop_reason=arrived.stop_reason,
-            seed=self.seed,
-            error=error,
+            self.index,
+            self._text,
+            self.emitted[:count] if self._keep_all else new,
+            cumulative,
+            None if self._new_logprobs is None else self._logprobs.copy(),
+            finish,
+            stop_reason,
+            self.seed,
+            error,
         )
-        self._taken = arrived.tokens
+        self._taken = count
         self.told = finish is not None
         if not self._keep_all:
-            self._text.clear()
+            self._text = ""
             self._logprobs.clear()
         return output
 
-    def _render(self, arrived: _Arrived) -> None:
+    def _render(self, tokens: list[int], pieces: int) -> None:
         """Without stop strings tokens become text only when somebody reads."""
-        self._text += [self._pieces.popleft() for _ in range(arrived.pieces - self._pieces_taken)]
-        self._pieces_taken = arrived.pieces
-        if self._stops is None and self._detokenizer is not None and self._read_so_far < arrived.readable:
-            self._text.append(self._detokenizer.feed(self.emitted[self._read_so_far : arrived.readable]))
-            self._read_so_far = arrived.readable
+        if self._stops is not None:
+            self._text += "".join([self._pieces.popleft() for _ in range(pieces - self._pieces_taken)])
+            self._pieces_taken = pieces
+        elif self._detokenizer is not None and tokens:
+            self._text += self._detokenizer.feed(tokens)
 
     def _flush(self) -> None:
         """What was held back; nothing is fed any more."""
@@ -135,7 +132,7 @@ class Choice:
         tail = self._detokenizer.flush()
         if self._stops is not None:
             tail = self._stops.feed(tail) + self._stops.flush()
-        self._text.append(tail)
+        self._text += tail
 
     # --- the IO thread -----------------------------------------------------------------------------------------------
 
@@ -149,6 +146,11 @@ class Choice:
         """Take tokens in; a stop string in them finishes the choice and drops what comes after."""
         if self.finish is not None:
             return
+        if self._is_plain and not finish:  # nearly every row
+            self.emitted += tokens
+            count = len(self.emitted)
+            self._arrived = count, count, 0, None, _RUNS
+            return
         hidden = finish == FinishReason.STOP and not self._show_stop_token and len(tokens) > 0
         found = None
         if self._stops is None or self._detokenizer is None:
@@ -161,17 +163,18 @@ class Choice:
                 self._read((token,), self._detokenizer, self._stops)
                 if (found := self._stops.found) is not None:
                     break
-        ended = None if finish == FinishReason.NONE else cast(FinishName, finish.name.lower())
+        end = _RUNS
         if found is not None:
-            ended, reason = "stop", found
+            end = _Ending("stop", found)
+        elif finish:
+            end = _Ending(cast(FinishName, finish.name.lower()), reason)
         count = len(self.emitted)
-        self._arrived = _Arrived(count, count - hidden, self._num_pieces, self._cumulative, ended, reason)
+        self._arrived = count, count - hidden, self._num_pieces, self._cumulative, end
 
     def end(self, finish: FinishName, stop_reason: int | str | None = None, error: WavecoreError | None = None) -> None:
         """Finish; what was held back is shown by the last `take`."""
         if self.finish is None:
-            count = len(self.emitted)
-            self._arrived = self._arrived._replace(tokens=count, finish=finish, stop_reason=stop_reason, error=error)
+            self._arrived = len(self.emitted), *self._arrived[1:-1], _Ending(finish, stop_reason, error)
 
     def _accept(self, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> None:
         self.emitted += tokens

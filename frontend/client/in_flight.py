@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
-from wavecore.frontend.client.mailbox import Mailbox, notify
+from wavecore.frontend.client.mailbox import Mailbox, OutputKind, notify
 from wavecore.transport.errors import EngineDead, RequestError, RequestTimeout, WavecoreError, as_wavecore_error
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.wire.messages import Abort, FinishReason, Step
@@ -91,7 +91,7 @@ class InFlight:
     def deliver(self, engine: RemoteEngine, step: Step) -> None:
         """Hand the rows of a step to their mailboxes."""
         engine.report(step.load)
-        output = step.output
+        output, now = step.output, time.monotonic()
         tokens, extras, frames = output.tokens.tolist(), output.extras, output.frames
         touched: list[Mailbox] = []
         stopped: list[int] = []
@@ -104,15 +104,17 @@ class InFlight:
             if flight is None:  # aborted, ended by a stop string, or sent again since
                 continue
             mailbox = flight.mailbox
-            reason = _REASONS[finish]
-            here = mailbox.deliver(flight.handles[handle], new, reason, extras.get(place, _NOTHING), frames)
-            if here:
-                stopped.append(handle)
-            if here or finish:
+            ended = mailbox.deliver(
+                flight.handles[handle], new, now, _REASONS[finish], extras.get(place, _NOTHING), frames
+            )
+            if ended:
+                if not finish:
+                    stopped.append(handle)
                 del flight.handles[handle], self._rows[handle]
                 if not flight.handles:
                     self._forget(flight)
-            touched.append(mailbox)
+            if ended or mailbox.kind is not OutputKind.FINAL:
+                touched.append(mailbox)
         self._send_abort(engine, stopped)
         for unread in notify(touched):
             self.abort(unread)

@@ -65,7 +65,7 @@ class Mailbox:
         self.notifier = notifier
         self._embedding: npt.NDArray[np.float32] | None = None
         params = request.params
-        self._kind = kind
+        self.kind = kind
         self._decode = None if tokenizer is None else tokenizer.decode_token
         self._prompt_ids: list[int] = request.prompt.tolist()
         end_of_prompt = self._prompt_ids[-CONTEXT:]
@@ -88,37 +88,34 @@ class Mailbox:
         self,
         index: int,
         tokens: Sequence[int],
+        now: float,
         finish: FinishReason,
         extra: Mapping[str, Any],
         frames: Sequence[TensorFrame],
     ) -> bool:
-        """Take in one row of a step.
+        """Take in one row of a step, which came at the monotonic time `now`.
 
         Returns:
-            Whether the choice ended here while the engine goes on: a stop string, or a fault on this side.
+            Whether the choice has ended: at the engine, by a stop string, or by a fault on this side.
         """
         choice = self._choices[index]
         if choice.finish is not None:
-            return False
+            return True
         if tokens:
-            now = time.monotonic() - self.started
-            self._metrics.last_token_latency = now
-            if self._metrics.first_token_latency is None:
-                self._metrics.first_token_latency = now
-            self._metrics.num_generation_tokens += len(tokens)
+            metrics = self._metrics
+            metrics.last_token_latency = now - self.started
+            if metrics.first_token_latency is None:
+                metrics.first_token_latency = metrics.last_token_latency
+            metrics.num_generation_tokens += len(tokens)
         try:
-            logprobs = self._read_extra(choice, extra, frames) if extra else []
-            if finish == FinishReason.ERROR:
-                choice.feed(tokens, logprobs)
-                error = from_code(str(extra.get("code", "request")), str(extra.get("message", "")))
-                choice.end("error", error=error)
-            else:
-                reason = extra.get("message" if finish == FinishReason.TIMEOUT else "stop_token")
-                choice.feed(tokens, logprobs, finish, self._special_stops.get(reason, reason))
+            if finish or extra:
+                self._feed(choice, tokens, finish, extra, frames)
+            else:  # nearly every row
+                choice.feed(tokens)
         except Exception as error:  # a fault in one request's text ends that request
             logger.exception("request %s: its output cannot be read", self.request.request_id)
             choice.end("error", error=RequestError(f"request {self.request.request_id}: {error!r:.300}"))
-        return choice.finish is not None and finish == FinishReason.NONE
+        return choice.finish is not None
 
     def end(self, finish: FinishName, error: WavecoreError | None = None) -> None:
         """End every choice that still runs."""
@@ -127,7 +124,7 @@ class Mailbox:
 
     def needs_notice(self) -> bool:
         """Whether the consumer is to be told now; True once until it takes."""
-        if self._notified or (self._kind is OutputKind.FINAL and not self.ended):
+        if self._notified or (self.kind is OutputKind.FINAL and not self.ended):
             return False
         self._notified = True
         return True
@@ -157,27 +154,32 @@ class Mailbox:
         news = [c for c in self._choices if c.has_news]
         if not news:
             return None
-        shown = news if self._kind is OutputKind.DELTA else self._choices
+        outputs = [choice.take() for choice in (news if self.kind is OutputKind.DELTA else self._choices)]
         return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.request.text,
-            prompt_token_ids=self._prompt_ids,
-            outputs=[choice.take() for choice in shown],
-            finished=all(choice.told for choice in self._choices),
-            metrics=self._metrics,
-            prompt_logprobs=self._prompt_logprobs,
-            num_cached_tokens=self._cached_tokens,
-            embedding=self._embedding,
+            self.request.request_id,
+            self.request.text,
+            self._prompt_ids,
+            outputs,
+            not [choice for choice in self._choices if not choice.told],
+            self._metrics,
+            self._prompt_logprobs,
+            self._cached_tokens,
+            self._embedding,
         )
 
     @property
     def ended(self) -> bool:
         """Whether all has arrived; `take` may not have given it yet."""
-        return all(choice.finish is not None for choice in self._choices)
+        return not [choice for choice in self._choices if choice.finish is None]
 
-    def _read_extra(
-        self, choice: Choice, extra: Mapping[str, Any], frames: Sequence[TensorFrame]
-    ) -> list[PositionLogprobs]:
+    def _feed(
+        self,
+        choice: Choice,
+        tokens: Sequence[int],
+        finish: FinishReason,
+        extra: Mapping[str, Any],
+        frames: Sequence[TensorFrame],
+    ) -> None:
         if "seed" in extra:
             choice.seed = int(extra["seed"])
         if "cached_tokens" in extra:
@@ -187,7 +189,14 @@ class Mailbox:
         if "prompt_logprobs" in extra:
             rows = read_logprobs(frames, extra["prompt_logprobs"], self._decode)
             self._prompt_logprobs = [*(self._prompt_logprobs or [None]), *rows]
-        return read_logprobs(frames, extra["logprobs"], self._decode) if "logprobs" in extra else []
+        logprobs = read_logprobs(frames, extra["logprobs"], self._decode) if "logprobs" in extra else []
+        if finish == FinishReason.ERROR:
+            choice.feed(tokens, logprobs)
+            error = from_code(str(extra.get("code", "request")), str(extra.get("message", "")))
+            choice.end("error", error=error)
+        else:
+            reason = extra.get("message" if finish == FinishReason.TIMEOUT else "stop_token")
+            choice.feed(tokens, logprobs, finish, self._special_stops.get(reason, reason))
 
 
 def notify(mailboxes: Sequence[Mailbox]) -> list[Mailbox]:

@@ -1,4 +1,4 @@
-"""How consumers learn that mailboxes hold something: a thread waits at a queue, a task at an event of its loop."""
+"""How consumers learn that mailboxes hold something: a thread waits at a queue, a task for a future of its loop."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ class LoopNotifier:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)  # waiters keep their loop alive, this must not
-        self._events: dict[Mailbox, asyncio.Event] = {}
+        self._news: dict[Mailbox, asyncio.Future[None]] = {}
 
-    def event(self, mailbox: Mailbox) -> asyncio.Event:
-        """Set whenever the mailbox holds something new; the task that waits clears it."""
-        return self._events.setdefault(mailbox, asyncio.Event())
+    def news(self, mailbox: Mailbox) -> asyncio.Future[None]:
+        """Done once the mailbox holds something new. To be asked for before `take`, each time."""
+        future = self._news[mailbox] = asyncio.get_running_loop().create_future()
+        return future
 
     def forget(self, mailbox: Mailbox) -> None:
-        self._events.pop(mailbox, None)
+        self._news.pop(mailbox, None)
 
     def notify(self, mailboxes: Sequence[Mailbox]) -> bool:
         loop = self._loop()
@@ -58,6 +59,6 @@ class LoopNotifier:
         if len(mailboxes) > TASKS_A_TURN:
             loop.call_soon(self._set, loop, mailboxes[TASKS_A_TURN:])
         for mailbox in mailboxes[:TASKS_A_TURN]:
-            event = self._events.get(mailbox)
-            if event is not None:
-                event.set()
+            future = self._news.get(mailbox)
+            if future is not None and not future.done():
+                future.set_result(None)

@@ -22,6 +22,7 @@ from wavecore.transport.wire.messages import FinishReason
 from wavecore.transport.wire.tensors import from_numpy
 
 TOKENIZER = Tokenizer(byte_level(), "test")
+NOW = 0.0
 
 
 def choice(keep_all: bool = True, **values: object) -> Choice:
@@ -131,7 +132,7 @@ def test_a_fault_in_the_text_ends_the_request_only(caplog: pytest.LogCaptureFixt
     params = SamplingParams(logprobs=1)
     request = EngineRequest("r", None, np.ones(1, np.int32), params, {})
     mailbox = Mailbox(request, TOKENIZER, ThreadNotifier(), OutputKind.DELTA)
-    ended = mailbox.deliver(0, [5], FinishReason.NONE, {"logprobs": [0, 1, 2]}, ())  # frames that are not there
+    ended = mailbox.deliver(0, [5], NOW, FinishReason.NONE, {"logprobs": [0, 1, 2]}, ())  # frames that are not there
     assert ended
     output = mailbox.take()
     assert output is not None
@@ -205,8 +206,8 @@ def mailbox_of(kind: OutputKind = OutputKind.DELTA, prompt: list[int] | None = N
 
 def test_rows_of_a_choice_that_ended_change_nothing() -> None:
     mailbox = mailbox_of()
-    assert not mailbox.deliver(0, [5], FinishReason.LENGTH, {}, ())
-    assert not mailbox.deliver(0, [6], FinishReason.NONE, {"seed": 3, "cached_tokens": 4}, ())
+    assert mailbox.deliver(0, [5], NOW, FinishReason.LENGTH, {}, ())
+    assert mailbox.deliver(0, [6], NOW, FinishReason.NONE, {"seed": 3, "cached_tokens": 4}, ())
     output = mailbox.take()
     assert output is not None
     assert (output.outputs[0].token_ids, output.outputs[0].seed, output.num_cached_tokens) == ([5], None, None)
@@ -220,7 +221,7 @@ def test_what_a_deadline_or_a_stop_token_says_reaches_the_caller() -> None:
         (FinishReason.STOP, {}, None),
     ):
         mailbox = mailbox_of()
-        assert not mailbox.deliver(0, [5], finish, extra, ())
+        assert mailbox.deliver(0, [5], NOW, finish, extra, ())
         output = mailbox.take()
         assert output is not None
         assert (output.outputs[0].stop_reason, output.outputs[0].finish_reason) == (reason, finish.name.lower())
@@ -228,19 +229,17 @@ def test_what_a_deadline_or_a_stop_token_says_reaches_the_caller() -> None:
 
 def test_tokens_that_come_with_an_error_are_kept() -> None:
     mailbox = mailbox_of()
-    mailbox.deliver(0, [5, 6], FinishReason.ERROR, {"code": "numerical", "message": "NaN"}, ())
+    mailbox.deliver(0, [5, 6], NOW, FinishReason.ERROR, {"code": "numerical", "message": "NaN"}, ())
     output = mailbox.take()
     assert output is not None
     assert output.outputs[0].token_ids == [5, 6] and "NaN" in str(output.error)
 
 
 def test_latencies_are_those_of_the_first_and_of_the_newest_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("wavecore.frontend.client.mailbox.time.monotonic", lambda: now)
+    monkeypatch.setattr("wavecore.frontend.client.mailbox.time.monotonic", lambda: 100.0)
     mailbox = mailbox_of(kind=OutputKind.CUMULATIVE, n=2)
     for seconds, index, tokens in ((1.0, 1, [5, 6]), (3.0, 0, [7]), (4.0, 0, [])):
-        now = 100.0 + seconds
-        mailbox.deliver(index, tokens, FinishReason.NONE, {}, ())
+        mailbox.deliver(index, tokens, 100.0 + seconds, FinishReason.NONE, {}, ())
     output = mailbox.take()
     assert output is not None and output.metrics is not None
     metrics = output.metrics
@@ -257,8 +256,8 @@ def test_prompt_logprobs_that_come_in_parts_are_one_list() -> None:
 
     mailbox = mailbox_of(prompt=[1, 2, 3], prompt_logprobs=1)
     for token in (2, 3):
-        mailbox.deliver(0, [], FinishReason.NONE, {"prompt_logprobs": [0, 1, 2]}, frames(token))  # type: ignore[arg-type]
-    mailbox.deliver(0, [5], FinishReason.LENGTH, {}, ())
+        mailbox.deliver(0, [], NOW, FinishReason.NONE, {"prompt_logprobs": [0, 1, 2]}, frames(token))  # type: ignore[arg-type]
+    mailbox.deliver(0, [5], NOW, FinishReason.LENGTH, {}, ())
     output = mailbox.take()
     assert output is not None and output.prompt_logprobs is not None
     assert [None if e is None else next(iter(e)) for e in output.prompt_logprobs] == [None, 2, 3]
@@ -267,7 +266,7 @@ def test_prompt_logprobs_that_come_in_parts_are_one_list() -> None:
 def test_whole_outputs_show_every_choice_and_deltas_those_with_news() -> None:
     for kind, shown in ((OutputKind.DELTA, [1]), (OutputKind.CUMULATIVE, [0, 1])):
         mailbox = mailbox_of(kind=kind, n=2)
-        mailbox.deliver(1, [5], FinishReason.NONE, {}, ())
+        mailbox.deliver(1, [5], NOW, FinishReason.NONE, {}, ())
         output = mailbox.take()
         assert output is not None and not output.finished
         assert [o.index for o in output.outputs] == shown
@@ -284,7 +283,7 @@ def test_one_notice_until_it_is_taken_and_all_of_a_notifier_in_one_call() -> Non
     first, second = mailbox_of(), mailbox_of()
     first.notifier = second.notifier = Recorder()
     for mailbox in (first, second):
-        mailbox.deliver(0, [5], FinishReason.NONE, {}, ())
+        mailbox.deliver(0, [5], NOW, FinishReason.NONE, {}, ())
     notify([first, second])
     notify([first, second])
     assert told == [[first, second]]
@@ -298,7 +297,7 @@ def test_the_first_word_keeps_its_space_behind_the_prompt() -> None:
     prompt, new = sentencepiece().encode("the").ids, sentencepiece().encode("is").ids
     request = EngineRequest("r", None, np.array(prompt, np.int32), SamplingParams(), {})
     mailbox = Mailbox(request, tokenizer, ThreadNotifier(), OutputKind.FINAL)
-    mailbox.deliver(0, new, FinishReason.LENGTH, {}, ())
+    mailbox.deliver(0, new, NOW, FinishReason.LENGTH, {}, ())
     output = mailbox.take()
     assert output is not None and output.outputs[0].text == " is"
 
@@ -312,16 +311,20 @@ def quick_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
 @pytest.mark.parametrize("values", [{}, {"stop": "STOP"}, {"n": 3}, {"stop": ["STOP", "none"], "n": 2}])
 @pytest.mark.parametrize("kind", OutputKind)
 def test_a_reader_beside_the_io_thread_sees_all_of_it_once(
-    quick_switches: None, kind: OutputKind, values: dict[str, object]
+    quick_switches: None, kind: OutputKind, values: dict[str, object], logprobs: int | None
 ) -> None:
-    """Two threads and no lock: nothing is lost, doubled or out of step, and no reader sleeps over what came."""
-    params = SamplingParams(logprobs=0, **values)  # type: ignore[arg-type]
+    """Two threads and no lock: nothing is lost, doubled or out of step, and no reader sleeps over what came. The text
+    of a stop token, which comes last where nothing else ends it, is never seen."""
+    params = SamplingParams(logprobs=logprobs, **values)  # type: ignore[arg-type]
     request = EngineRequest("r", None, np.ones(1, np.int32), params, {})
     whole = "Grüße " * 60 + ("STOP" if params.stop else "") + "tail"
     tokens = ids(whole)
+    text = whole.removesuffix("STOPtail") if params.stop else TOKENIZER.backend.decode(tokens[:-1])
+    extra = {} if logprobs is None else {"logprobs": [0, 1, 2]}
     for _ in range(10):
         notifier = ThreadNotifier()
         mailbox = Mailbox(request, TOKENIZER, notifier, kind)
@@ -329,19 +332,19 @@ def test_a_reader_beside_the_io_thread_sees_all_of_it_once(
         def feed(mailbox: Mailbox = mailbox) -> None:
             for at in range(0, len(tokens), 2):
                 new = tokens[at : at + 2]
-                last = FinishReason.LENGTH if at + 2 >= len(tokens) else FinishReason.NONE
+                last = FinishReason.STOP if at + 2 >= len(tokens) else FinishReason.NONE
                 frames = (
                     from_numpy(np.array([[t] for t in new], np.int32)),
                     from_numpy(np.full((len(new), 1), -1.0, np.float32)),
                     from_numpy(np.ones(len(new), np.int32)),
                 )
                 for index in range(params.n):
-                    mailbox.deliver(index, new, last, {"logprobs": [0, 1, 2]}, frames)
+                    mailbox.deliver(index, new, NOW, last, extra, frames)
                     notify([mailbox])
 
         io_thread = threading.Thread(target=feed)
         io_thread.start()
-        texts, seen, entries, ends = ([""] * params.n, [[] for _ in range(params.n)], [0] * params.n, [0] * params.n)
+        texts, seen, ends = ([""] * params.n, [[] for _ in range(params.n)], [0] * params.n)
         finished = False
         while not finished:
             assert notifier.wait(30) is mailbox
@@ -350,15 +353,14 @@ def test_a_reader_beside_the_io_thread_sees_all_of_it_once(
                 continue
             finished = output.finished
             for c in output.outputs:
-                assert c.logprobs is not None
-                assert [next(iter(entry)) for entry in c.logprobs] == c.token_ids
+                assert (c.logprobs is None) == (logprobs is None)
+                assert logprobs is None or [next(iter(entry)) for entry in c.logprobs or ()] == c.token_ids
                 fresh = kind is OutputKind.DELTA
                 texts[c.index] = texts[c.index] + c.text if fresh else c.text
                 seen[c.index] = seen[c.index] + c.token_ids if fresh else c.token_ids
-                entries[c.index] += len(c.logprobs)
                 ends[c.index] += c.finish_reason is not None and (fresh or finished)
         io_thread.join()
         assert mailbox.take() is None
-        assert texts == [whole.removesuffix("STOPtail") if params.stop else whole] * params.n
+        assert texts == [text] * params.n
         assert [TOKENIZER.backend.decode(t).split("STOP")[0] for t in seen] == [whole.split("STOP")[0]] * params.n
         assert ends == [1] * params.n

@@ -222,7 +222,7 @@ def test_when_a_client_gives_up_by_itself(world: World) -> None:
     flight.engine = world.client._requests._engines[0]
     assert flight.deadline == 1100.0 + in_flight.GRACE_SECONDS
     flight.engine = None
-    flight.mailbox.deliver(0, [5], FinishReason.NONE, {}, ())
+    flight.mailbox.deliver(0, [5], 1001.0, FinishReason.NONE, {}, ())
     assert flight.deadline == 1100.0
     assert flight_of(world).deadline == float("inf")
     assert flight_of(world, first_token_timeout=20.0).deadline == 1020.0

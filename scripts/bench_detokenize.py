@@ -1,8 +1,8 @@
-"""What a step of 256 streams costs in the client: ids to text, with and without stop strings.
+"""What detokenising a step of 256 streams costs, with and without stop strings.
 
     python scripts/bench_detokenize.py [--tokenizer PATH] [--streams 256]
 
-Prints microseconds a step: a Step into mailboxes, the same and out again as text, and detokenising alone.
+Prints microseconds a step; `bench_client.py` has the whole client.
 Without --tokenizer it trains a small byte-level BPE; the cost of a step hardly depends on the vocabulary.
 """
 
@@ -13,20 +13,11 @@ import random
 import time
 from collections.abc import Callable
 
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.frontend.client.engines import EngineState, RemoteEngine
-from wavecore.frontend.client.in_flight import InFlight
-from wavecore.frontend.client.mailbox import Mailbox, OutputKind
-from wavecore.frontend.client.notifiers import ThreadNotifier
-from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.text.detokenizer import ByteDetokenizer, ByteTable, StreamDetokenizer
 from wavecore.frontend.text.stop_strings import StopStrings
-from wavecore.frontend.text.tokenizer import Tokenizer as WavecoreTokenizer
 from wavecore.frontend.text.tokenizer_files import load_tokenizer
-from wavecore.transport.wire.messages import Step, StepTokens
 
 STEPS = 200
 
@@ -50,39 +41,6 @@ def microseconds_a_step(step: Callable[[int], None]) -> float:
         step(i)
         times.append(time.perf_counter() - started)
     return 1e6 * sorted(times)[STEPS // 2]
-
-
-class NoPump:
-    """Takes requests and says nothing."""
-
-    def send(self, *_: object) -> bytes:
-        return b"client id"
-
-
-def client_path(
-    tokenizer: WavecoreTokenizer, streams: int, ids: list[list[list[int]]]
-) -> tuple[Callable[[int], None], Callable[[int], None]]:
-    """The client's two halves of a step: the IO thread delivers, the consumers take."""
-    engine = RemoteEngine(0, EngineState.UP, client_id=b"client id")
-    requests = InFlight(NoPump(), [engine])  # type: ignore[arg-type]
-    params = SamplingParams(max_tokens=None)
-    request = EngineRequest("r", None, np.ones(4, np.int32), params, params.to_wire())
-    mailboxes = [Mailbox(request, tokenizer, ThreadNotifier(), OutputKind.DELTA) for _ in range(streams)]
-    for mailbox in mailboxes:
-        requests.submit(mailbox)
-    handles = np.arange(1, streams + 1, dtype=np.uint32)
-    ones, zeros = np.ones(streams, np.uint32), np.zeros(streams, np.uint8)
-
-    def deliver(i: int) -> None:
-        tokens = np.array(ids[i], np.int32).ravel()
-        requests.deliver(engine, Step(b"", i, StepTokens(handles, ones, tokens, zeros)))
-
-    def deliver_and_take(i: int) -> None:
-        deliver(i)
-        for mailbox in mailboxes:
-            mailbox.take()
-
-    return deliver, deliver_and_take
 
 
 def main() -> None:
@@ -113,10 +71,7 @@ def main() -> None:
         for detokenizer, new in zip(slow, ids[i], strict=True):
             detokenizer.feed(new)
 
-    deliver, deliver_and_take = client_path(WavecoreTokenizer(backend, "bench"), args.streams, ids)
     for name, step in (
-        ("deliver a Step", deliver),
-        ("deliver and take with text", deliver_and_take),
         ("byte table", by_table),
         ("byte table, 2 stop strings", by_table_with_stops),
         ("DecodeStream", by_stream),

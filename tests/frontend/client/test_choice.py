@@ -64,6 +64,23 @@ def test_rows_after_the_end_are_dropped() -> None:
     assert not ended.has_news
 
 
+@pytest.mark.parametrize("values", [{}, {"logprobs": 0}, {"stop": "STOP"}])
+@pytest.mark.parametrize("keep_all", [False, True])
+def test_what_came_before_an_abort_is_given_with_its_end(keep_all: bool, values: dict[str, object]) -> None:
+    aborted = choice(keep_all, **values)
+    for token in (first := ids("Grüße")):
+        aborted.feed([token], [entry(token)])
+    aborted.take()
+    for token in (second := ids(" 你好")):
+        aborted.feed([token], [entry(token)])
+    aborted.end("abort")
+    aborted.feed(ids("late"))
+    output = aborted.take()
+    assert (output.text, output.finish_reason) == ("Grüße 你好" if keep_all else " 你好", "abort")
+    assert output.token_ids == ([*first, *second] if keep_all else second)
+    assert not aborted.has_news
+
+
 def test_stop_string_before_min_tokens_is_text() -> None:
     early = choice(stop="b", min_tokens=2)
     early.feed([*ids("a"), *ids("b")])

@@ -45,6 +45,7 @@ class Choice:
 
     Attributes:
         emitted: all tokens so far.
+        finish: None while it runs; `take` may not have given it yet.
         told: its end was taken.
     """
 
@@ -58,6 +59,7 @@ class Choice:
         # Written by the IO thread. The consumer takes from the left of the deques, and nothing beyond `_arrived`.
         self.emitted: list[int] = []
         self.seed: int | None = None
+        self.finish: FinishName | None = None
         self._is_plain = params.logprobs is None and self._stops is None
         self._num_pieces = 0
         self._pieces: deque[str] = deque()
@@ -70,11 +72,6 @@ class Choice:
         self._logprobs: list[PositionLogprobs] = []
         self._fault: WavecoreError | None = None
         self.told = False
-
-    @property
-    def finish(self) -> FinishName | None:
-        """None while it runs; `take` may not have given it yet."""
-        return self._arrived[-1].finish
 
     # --- the consumer ------------------------------------------------------------------------------------------------
 
@@ -170,11 +167,13 @@ class Choice:
             end = _Ending(cast(FinishName, finish.name.lower()), reason)
         count = len(self.emitted)
         self._arrived = count, count - hidden, self._num_pieces, self._cumulative, end
+        self.finish = end.finish
 
     def end(self, finish: FinishName, stop_reason: int | str | None = None, error: WavecoreError | None = None) -> None:
         """Finish; what was held back is shown by the last `take`."""
         if self.finish is None:
             self._arrived = len(self.emitted), *self._arrived[1:-1], _Ending(finish, stop_reason, error)
+            self.finish = finish
 
     def _accept(self, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> None:
         self.emitted += tokens

@@ -1,6 +1,7 @@
 """CPU of the client alone: what one stream costs in one step, in microseconds, on both of its threads.
 
     python scripts/bench_client.py [--streams 256 1024] [--steps 100] [--repeats 5] [--tokenizer PATH] [--only NAME ...]
+    python scripts/bench_client.py --turns 8 32 128 4096    what else runs in a loop, by the tasks woken in a turn of it
 
 A thread without sockets stands in for the engine and the wire. It answers each request with a first token; when all are
 there it runs steps of one token each: it decodes a Step from bytes and hands it to the client, as the IO thread does.
@@ -40,6 +41,7 @@ EPOCH = bytes(16)
 VOCAB = 4000
 PROMPT = [1, 2, 3, 4]
 START_SECONDS = 5.0
+TIMER_SECONDS = 0.0005
 
 
 class Script:
@@ -47,10 +49,12 @@ class Script:
 
     Attributes:
         lockstep: whether a step waits until the one before was read.
+        late_ms: how late a timer beside the streams was, each time, if there was one.
     """
 
-    def __init__(self, streams: int, steps: int, lockstep: bool) -> None:
-        self.streams, self.steps, self.lockstep = streams, steps, lockstep
+    def __init__(self, streams: int, steps: int, lockstep: bool, with_timer: bool = False) -> None:
+        self.streams, self.steps, self.lockstep, self.with_timer = streams, steps, lockstep, with_timer
+        self.late_ms: list[float] = []
         self._consumer = time.pthread_getcpuclockid(threading.get_ident())
         self._begin = self._io_thread = 0.0
         self._unread = streams
@@ -191,8 +195,17 @@ def tasks(script: Script, service: Service, params: SamplingParams) -> None:
             assert len(output.outputs[0].token_ids) == 1
             script.read()
 
+    async def late() -> None:
+        while True:
+            due = time.perf_counter() + TIMER_SECONDS
+            await asyncio.sleep(TIMER_SECONDS)
+            script.late_ms.append(1e3 * (time.perf_counter() - due))
+
     async def together() -> None:
+        timer = asyncio.create_task(late()) if script.with_timer else None
         await asyncio.gather(*[one() for _ in range(script.streams)])
+        if timer:
+            timer.cancel()
 
     asyncio.run(together())
 
@@ -207,10 +220,9 @@ CASES: dict[str, tuple[Callable[[Script, Service, SamplingParams], None], bool, 
 }
 
 
-def measure(name: str, streams: int, steps: int, tokenizer: str) -> tuple[float, float]:
+def measure(name: str, script: Script, tokenizer: str) -> tuple[float, float]:
     run, detokenize, stop = CASES[name]
-    script = Script(streams, steps, lockstep=run is not generate)
-    params = SamplingParams(max_tokens=steps + 1, ignore_eos=True, detokenize=detokenize, stop=stop)
+    params = SamplingParams(max_tokens=script.steps + 1, ignore_eos=True, detokenize=detokenize, stop=stop)
     with service(script, tokenizer) as client:
         if client.tokenizer is not None:  # its table is filled, as after some minutes of serving
             client.tokenizer.detokenizer(params, []).feed(range(VOCAB))
@@ -221,6 +233,34 @@ def measure(name: str, streams: int, steps: int, tokenizer: str) -> tuple[float,
     return costs
 
 
+def compare_clients(args: argparse.Namespace, tokenizer: str) -> None:
+    print(f"us a stream and step, median (least) of {args.repeats}\n")
+    print("| client | streams | both threads | consumer | IO thread |")
+    print("|---|---:|---:|---:|---:|")
+    for name in [name for name in CASES if name.startswith(tuple(args.only))]:
+        lockstep = CASES[name][0] is not generate
+        for streams in args.streams:
+            costs = [measure(name, Script(streams, args.steps, lockstep), tokenizer) for _ in range(args.repeats)]
+            both = [a + b for a, b in costs]
+            consumer, io_thread = (statistics.median(column) for column in zip(*costs, strict=True))
+            total = f"{statistics.median(both):.2f} ({min(both):.2f})"
+            print(f"| {name} | {streams:,} | {total} | {consumer:.2f} | {io_thread:.2f} |", flush=True)
+
+
+def compare_turns(args: argparse.Namespace, tokenizer: str) -> None:
+    print(f"a timer of {1e3 * TIMER_SECONDS} ms in the loop, the least cost of {args.repeats}\n")
+    print("| tasks a turn | streams | us a delta | timer late, ms: median | 90 % |")
+    print("|---:|---:|---:|---:|---:|")
+    for turn in args.turns:
+        for streams in args.streams:
+            scripts = [Script(streams, args.steps, lockstep=True, with_timer=True) for _ in range(args.repeats)]
+            with mock.patch("wavecore.frontend.client.notifiers.TASKS_A_TURN", turn):
+                cost = min(sum(measure("AsyncLLM, text", script, tokenizer)) for script in scripts)
+            late = sorted(ms for script in scripts for ms in script.late_ms)
+            middle, most = late[len(late) // 2], late[len(late) * 9 // 10]
+            print(f"| {turn:,} | {streams:,} | {cost:.2f} | {middle:.2f} | {most:.2f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, nargs="+", default=[256, 1024])
@@ -228,20 +268,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokenizer", default="", help="folder or tokenizer.json; else a small one is trained")
     parser.add_argument("--only", nargs="+", default=list(CASES), help="cases that begin so")
+    parser.add_argument("--turns", type=int, nargs="+", help="tasks that are woken in one turn of the loop")
     args = parser.parse_args()
-    print(f"Python {sys.version.split()[0]}; us a stream and step, median (least) of {args.repeats}\n")
-    print("| client | streams | both threads | consumer | IO thread |")
-    print("|---|---:|---:|---:|---:|")
+    print(f"Python {sys.version.split()[0]}; ", end="")
     with tempfile.TemporaryDirectory() as folder:
         if not args.tokenizer:
             small_tokenizer().save(str(Path(folder) / "tokenizer.json"))
-        for name in [name for name in CASES if name.startswith(tuple(args.only))]:
-            for streams in args.streams:
-                costs = [measure(name, streams, args.steps, args.tokenizer or folder) for _ in range(args.repeats)]
-                both = [a + b for a, b in costs]
-                consumer, io_thread = (statistics.median(column) for column in zip(*costs, strict=True))
-                total = f"{statistics.median(both):.2f} ({min(both):.2f})"
-                print(f"| {name} | {streams:,} | {total} | {consumer:.2f} | {io_thread:.2f} |", flush=True)
+        (compare_turns if args.turns else compare_clients)(args, args.tokenizer or folder)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
@@ -42,13 +43,10 @@ class OutputKind(StrEnum):
 
 
 class Notifier(Protocol):
-    """Tells consumers that their mailboxes hold something. Called in the IO thread; must not block or raise.
+    """Tells consumers that their mailboxes hold something. Called in the IO thread; must not block or raise."""
 
-    Returns:
-        Whether there still is somebody to tell.
-    """
-
-    def notify(self, mailboxes: Sequence[Mailbox]) -> bool: ...
+    def notify(self, mailboxes: Sequence[Mailbox]) -> bool:
+        """Tell those of these mailboxes, perhaps none. Returns whether there still is somebody to tell."""
 
 
 class Mailbox:
@@ -201,8 +199,10 @@ class Mailbox:
 
 def notify(mailboxes: Sequence[Mailbox]) -> list[Mailbox]:
     """Tell the consumers that do not know yet, each notifier once. Returns the mailboxes that nobody can read now."""
-    by_notifier: dict[Notifier, list[Mailbox]] = {}
+    by_notifier: defaultdict[Notifier, list[Mailbox]] = defaultdict(list)
     for mailbox in mailboxes:
+        ready = by_notifier[mailbox.notifier]  # also where all know: a loop may have been closed since
         if mailbox.needs_notice():
-            by_notifier.setdefault(mailbox.notifier, []).append(mailbox)
-    return [mailbox for notifier, ready in by_notifier.items() if not notifier.notify(ready) for mailbox in ready]
+            ready.append(mailbox)
+    gone = [notifier for notifier, ready in by_notifier.items() if not notifier.notify(ready)]
+    return [mailbox for mailbox in mailboxes if mailbox.notifier in gone] if gone else []

@@ -49,11 +49,12 @@ class LoopNotifier:
 
     def notify(self, mailboxes: Sequence[Mailbox]) -> bool:
         loop = self._loop()
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # it was closed, and closes no generator that is left
+        if loop is None or loop.is_closed():  # which closes no generator that is left
+            return False
+        if mailboxes:
+            with contextlib.suppress(RuntimeError):  # closed this moment: seen the next time
                 loop.call_soon_threadsafe(self._set, loop, mailboxes)
-                return True
-        return False
+        return True
 
     def _set(self, loop: asyncio.AbstractEventLoop, mailboxes: Sequence[Mailbox]) -> None:
         if len(mailboxes) > TASKS_A_TURN:

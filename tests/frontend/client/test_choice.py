@@ -294,8 +294,9 @@ def test_one_notice_until_it_is_taken_and_all_of_a_notifier_in_one_call() -> Non
     told: list[list[Mailbox]] = []
 
     class Recorder:
-        def notify(self, mailboxes: Sequence[Mailbox]) -> None:
+        def notify(self, mailboxes: Sequence[Mailbox]) -> bool:
             told.append(list(mailboxes))
+            return True
 
     first, second = mailbox_of(), mailbox_of()
     first.notifier = second.notifier = Recorder()
@@ -303,10 +304,10 @@ def test_one_notice_until_it_is_taken_and_all_of_a_notifier_in_one_call() -> Non
         mailbox.deliver(0, [5], NOW, FinishReason.NONE, {}, ())
     notify([first, second])
     notify([first, second])
-    assert told == [[first, second]]
+    assert told == [[first, second], []]  # asked whether there still is somebody
     first.take()
     notify([first, second])
-    assert told == [[first, second], [first]]
+    assert told == [[first, second], [], [first]]
 
 
 def test_the_first_word_keeps_its_space_behind_the_prompt() -> None:

@@ -119,8 +119,12 @@ async def test_a_reader_that_is_gone_is_no_obstacle() -> None:
 
 
 def test_nobody_is_told_in_a_loop_that_is_closed() -> None:
+    """Also of those that were told while it still ran, and will never take."""
+
     async def start() -> list[Mailbox]:
-        return mailboxes_of(LoopNotifier(asyncio.get_running_loop()), 2)
+        mailboxes = mailboxes_of(LoopNotifier(asyncio.get_running_loop()), 2)
+        deliver(mailboxes[:1])
+        return mailboxes
 
     with asyncio.Runner() as runner:
         loop, mailboxes = runner.get_loop(), runner.run(start())

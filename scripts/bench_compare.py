@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from bench_gpu import SETTINGS, machine
-from bench_workloads import answer_requests, work_named
+from bench_workloads import WORKLOADS, answer_requests, work_named
 from floors import H200, floor_of
 
 from wavecore.engine_core.models.families import from_config
 from wavecore.frontend.cli.bench import measure
-from wavecore.frontend.cli.workload import WORKLOADS
 from wavecore.frontend.llm import LLM
 
 ENGINES = ("wavecore", "vllm")

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_workloads import WORKLOADS
 from floors import H200, Floor, floor_of
 
 from wavecore.engine_core.models.families import from_config
 from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.frontend.cli.bench import BenchReport, measure, phase_seconds, warm_up
-from wavecore.frontend.cli.workload import WORKLOADS, WorkItem
+from wavecore.frontend.cli.workload import WorkItem
 from wavecore.frontend.llm import LLM
 
 SETTINGS: dict[str, Any] = {

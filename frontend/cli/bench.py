@@ -24,7 +24,7 @@ import numpy as np
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.cli.generate import add_attach, open_llm
 from wavecore.frontend.cli.parser import CommandParser
-from wavecore.frontend.cli.workload import TOP, WORKLOADS, WorkItem, open_work, random_work, span
+from wavecore.frontend.cli.workload import TOP, WorkItem, open_work, random_work
 from wavecore.frontend.llm import LLM
 
 SECONDS = "_seconds"
@@ -77,13 +77,10 @@ def run(args: Sequence[str]) -> int:
         return 0 if args and args[0] in ("-h", "--help") else 2
     parser = CommandParser("bench offline", "", "Measures one batch of requests; end-of-sequence is ignored.")
     add_attach(parser)
-    named = f"{', '.join(WORKLOADS)}, or a JSON file of requests; without it prompts are random"
-    parser.option("workload", str, "", named)
+    parser.option("workload", str, "", "JSON file of requests; without it prompts are random")
     parser.option("num_prompts", int, 32, "random workload: how many")
-    parser.option("input_len", int, 128, "random workload: longest prompt, tokens")
-    parser.option("output_len", int, 64, "random workload: longest output, tokens")
-    parser.option("range_ratio", float, 0.0, "random workload: lengths vary down to (1 - this)")
-    parser.option("workload_seed", int, 0, "random workload: seed")
+    parser.option("input_len", int, 128, "random workload: tokens of a prompt")
+    parser.option("output_len", int, 64, "random workload: tokens of an output")
     parser.option("repeats", int, 1, "runs after a warm-up; the fastest is shown")
     parser.option("output_json", str, "", "file for the figures")
     values = parser.parse(args[1:])
@@ -91,9 +88,8 @@ def run(args: Sequence[str]) -> int:
         if values.workload:
             work = open_work(values.workload)
         else:
-            inputs, outputs = (span(n, values.range_ratio) for n in (values.input_len, values.output_len))
-            top = min(llm.vocab_size, TOP)
-            work = random_work(values.num_prompts, inputs, outputs, top=top, seed=values.workload_seed)
+            inputs, outputs = (values.input_len, values.input_len), (values.output_len, values.output_len)
+            work = random_work(values.num_prompts, inputs, outputs, top=min(llm.vocab_size, TOP))
         warm_up(llm, work)
         report = min((measure(llm, work) for _ in range(max(1, values.repeats))), key=lambda r: r.seconds)
     print("\n".join(report.lines()))

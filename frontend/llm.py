@@ -89,7 +89,8 @@ class LLM(BaseLLM, Inspection):
         if prompt_token_ids is not None:
             raise NotSupportedError('prompt_token_ids: give prompts=[{"prompt_token_ids": [...]}, ...]')
         options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout)
-        return self._run(as_prompts(prompts), sampling_params, use_tqdm, priority, resume, options, raise_on_error)
+        requests = self._requests(as_prompts(prompts), sampling_params, priority, resume, options)
+        return run_batch(self._service, requests, use_tqdm, OF_REQUEST.flag("raise_on_error", raise_on_error))
 
     def chat(
         self,
@@ -120,7 +121,8 @@ class LLM(BaseLLM, Inspection):
         chat = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         asked = [self._service.chat_prompt(conversation, chat) for conversation in conversations]
         options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout)
-        return self._run(asked, sampling_params, use_tqdm, priority, resume, options, raise_on_error)
+        requests = self._requests(asked, sampling_params, priority, resume, options)
+        return run_batch(self._service, requests, use_tqdm, OF_REQUEST.flag("raise_on_error", raise_on_error))
 
     def stream(
         self,
@@ -197,23 +199,15 @@ class LLM(BaseLLM, Inspection):
         finally:
             self._service.client.abort(mailbox)
 
-    def _run(
-        self,
-        prompts: list[Prompt],
-        sampling_params: Params,
-        use_tqdm: UseTqdm,
-        priority: Priority,
-        resume: bool,
-        options: RequestOptions,
-        raise_on_error: bool,
-    ) -> list[RequestOutput]:
-        params = _one_each("sampling_params", sampling_params, len(prompts))
+    def _requests(
+        self, prompts: list[Prompt], params: Params, priority: Priority, resume: bool, options: RequestOptions
+    ) -> list[EngineRequest]:
+        each = _one_each("sampling_params", params, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
-        requests = [
+        return [
             self._service.prepare(prompt, p, replace(options, priority=rank), resume=resume)
-            for prompt, p, rank in zip(prompts, params, priorities, strict=True)
+            for prompt, p, rank in zip(prompts, each, priorities, strict=True)
         ]
-        return run_batch(self._service, requests, use_tqdm, OF_REQUEST.flag("raise_on_error", raise_on_error))
 
 
 connect = LLM.connect
@@ -221,7 +215,8 @@ connect = LLM.connect
 
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
-    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes) or np.ndim(value) != 1:
+    listed = value.ndim == 1 if isinstance(value, np.ndarray) else isinstance(value, Sequence)
+    if not listed or isinstance(value, str | bytes):
         return [value] * count
     if len(value) != count:
         raise ValidationError(name, f"{len(value)} given for {count} prompts; give one, or one each")

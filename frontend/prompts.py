@@ -101,7 +101,7 @@ def as_prompt(prompt: Any) -> Prompt:
         return Prompt(embeds=prompt["prompt_embeds"], cache_salt=salt)
     if prompt.get("prompt_token_ids") is not None:
         text = prompt.get("prompt")
-        return Prompt(text and _text(text), token_ids(prompt["prompt_token_ids"]), cache_salt=salt)
+        return Prompt(_text(text) if text else None, token_ids(prompt["prompt_token_ids"]), cache_salt=salt)
     if prompt.get("prompt") is None:
         raise ValidationError("prompt", 'a dictionary needs "prompt", "prompt_token_ids" or "prompt_embeds"')
     parse = OF_REQUEST.flag("parse_special", prompt.get("parse_special", True))

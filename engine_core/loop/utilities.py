@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from wavecore.engine_core.kv_cache.block_pool import BlockPool
 from wavecore.engine_core.loop.stats import Stats
 from wavecore.engine_core.plan import I32, Runner
 from wavecore.engine_core.request import Request, State
@@ -32,7 +33,7 @@ class Utilities:
         self._scheduler = scheduler
         self._runner = runner
         self._methods: dict[str, Callable[..., Any]] = {
-            "reset_prefix_cache": self.reset_prefix_cache,
+            "reset_prefix_cache": requests.reset_prefix_cache,
             "check_integrity": self.check_integrity,
             "debug_requests": self.debug_requests,
             "memory_stats": self.memory_stats,
@@ -58,11 +59,6 @@ class Utilities:
         result = function(**args)
         return (None, [result]) if isinstance(result, TensorFrame) else (result, [])
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, for instance after a change of weights."""
-        self._requests.reset_prefix_cache()
-        return True
-
     def check_integrity(self) -> bool:
         """Recount blocks, slots and queues; AssertionError names the first difference."""
         integrity.check(self._requests)
@@ -77,13 +73,9 @@ class Utilities:
         kv = self._requests.kv
         return {
             "block_size": kv.block_size,
-            "blocks": kv.device.usable,
-            "blocks_in_use": kv.device.usable - kv.device.num_free,
-            "blocks_cached": kv.device.num_cached,
+            **_blocks("blocks", kv.device),
             "blocks_evicted": kv.device.evictions,
-            "host_blocks": kv.host.usable,
-            "host_blocks_in_use": kv.host.usable - kv.host.num_free,
-            "host_blocks_cached": kv.host.num_cached,
+            **_blocks("host_blocks", kv.host),
             "process_bytes": psutil.Process().memory_info().rss,
             **self._runner.memory_stats(),
         }
@@ -139,3 +131,7 @@ class Utilities:
         if not request.queued:
             return ""
         return f"{ahead} requests are ahead of it" if ahead else self._scheduler.blocked or "the next plan takes it"
+
+
+def _blocks(name: str, pool: BlockPool) -> dict[str, int]:
+    return {name: pool.usable, f"{name}_in_use": pool.usable - pool.num_free, f"{name}_cached": pool.num_cached}

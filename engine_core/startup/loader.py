@@ -111,8 +111,8 @@ def _register_ops(custom_ops: Mapping[str, str], like: torch.Tensor) -> None:
         module, _, function = target.partition(":")
         try:
             ops.register_op(name, getattr(import_module(module), function), like)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"custom_ops {name}={target!r}: {error}") from error
+        except Exception as error:  # the user's module may raise anything
+            raise ConfigError(f"custom_ops {name}={target!r}: {error!r}") from error
 
 
 def _device(name: str) -> torch.device:
@@ -125,10 +125,8 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f'device {name!r}: give "auto", "cpu", "cuda" or "cuda:N"')
     index, count = int(found[1] or 0), torch.cuda.device_count()
     if index >= count:
-        raise ConfigError(
-            f"device {name!r}: this process sees {count} CUDA devices; look at nvidia-smi and CUDA_VISIBLE_DEVICES, "
-            "or set device cpu"
-        )
+        way_out = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or set device cpu"
+        raise ConfigError(f"device {name!r}: this process sees {count} CUDA devices; {way_out}")
     return torch.device("cuda", index)
 
 
@@ -161,8 +159,6 @@ def _max_model_len(
         most = most_blocks(config, spec.kv_values_per_token * block_size * dtype.itemsize, device)
         return min(known, max(1, most - 1) * block_size)
     if asked > known:
-        raise ConfigError(
-            f"max_model_len {asked} is above the {known} positions that the model knows; give no more, or leave it "
-            "out, or stretch them by rope_scaling in its config.json"
-        )
+        way_out = "give no more, or leave it out, or stretch them by rope_scaling in its config.json"
+        raise ConfigError(f"max_model_len {asked} is above the {known} positions that the model knows; {way_out}")
     return asked

@@ -26,6 +26,7 @@ from wavecore.transport.wire.tensors import to_numpy
 P = ParamSpec("P")
 R = TypeVar("R")
 F32 = npt.NDArray[np.float32]
+MAX_SHOWN = 1000  # requests of an engine in one answer
 LEAST_PIXELS = 512
 # Dark to bright at even steps, near viridis
 COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], np.float32)
@@ -59,9 +60,10 @@ class Inspection:
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes, for instance after a change of weights."""
-        return all(call_all(self._service.client, "reset_prefix_cache"))
+        call_all(self._service.client, "reset_prefix_cache")
+        return True
 
-    def debug_requests(self, limit: int = 1000, offset: int = 0) -> list[dict[str, Any]]:
+    def debug_requests(self, limit: int = MAX_SHOWN, offset: int = 0) -> list[dict[str, Any]]:
         """A page of the requests in each engine: those that hold a slot, then the queue in order.
 
         Args:
@@ -82,6 +84,8 @@ class Inspection:
                 preemptions: how often its blocks were taken.
                 last_token_ids: its last ten tokens, of prompt and output together.
         """
+        limit = OF_REQUEST.whole("limit", limit, 0, MAX_SHOWN)
+        offset = OF_REQUEST.whole("offset", offset, 0, sys.maxsize)
         pages = call_all(self._service.client, "debug_requests", limit=limit, offset=offset)
         return [row for page in pages for row in page]
 

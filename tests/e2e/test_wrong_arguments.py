@@ -160,6 +160,7 @@ def test_llm(llm: LLM, tmp_path: Path) -> None:
     assert complaints(llm.embed, prompts=[[5]], use_tqdm=False) == {}
     assert complaints(stream, prompt=[5], sampling_params=PARAMS) == {}
     assert complaints(llm.visualize_attention, prompt=[5], layer=0, head=0, path=tmp_path / "x.png") == {}
+    assert complaints(llm.debug_requests) == {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)  # "x" is a good name for a file
         assert complaints(llm.export_trace) == {}
@@ -214,6 +215,7 @@ def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
         ({"priority": "high"}, "priority: must be a whole number"),
         ({"priority": [1, "high"]}, "priority: must be a whole number"),
         ({"priority": [1]}, "priority: 1 given for 2 prompts"),
+        ({"priority": [[1], [2, 3]]}, r"priority: must be a whole number .*, not \[1\]"),  # numpy makes no array of it
         ({"sampling_params": {"n": 2}}, "sampling_params: must be SamplingParams, not dict"),
         ({"sampling_params": [PARAMS, None, PARAMS]}, "sampling_params: 3 given for 2 prompts"),
         ({"resume": 1}, "resume: must be true or false"),

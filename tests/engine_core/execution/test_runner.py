@@ -40,6 +40,10 @@ def expected(tiny_llama: Path) -> list[list[int]]:
         ({"device": "cpu:3"}, 'give "auto", "cpu"'),
         ({"num_gpu_blocks_override": None, "kv_cache_memory_gib": 1e-6}, "fit with kv_cache_memory_gib"),
         ({"custom_ops": {"silu_mul": "no_such_module:f"}}, "no_such_module"),
+        (
+            {"custom_ops": {"silu_mul": "tests.support.broken_module:f"}},
+            "silu_mul.*RuntimeError.*no device of that kind",
+        ),
         ({"custom_ops": {"silly_mul": "tests.support.custom_ops:silu_mul"}}, "silly_mul"),
         ({"custom_ops": {"silu_mul": "tests.support.custom_ops:doubled"}}, "silu_mul"),
     ],

@@ -221,11 +221,11 @@ def test_reset_forgets_everything_and_disturbs_nobody() -> None:
         d.add(handle, LONG[:8], max_tokens=30)
     for _ in range(12):
         d.step()
-    assert d.core.utilities.call("reset_prefix_cache", {}) == (True, [])
+    assert d.core.utilities.call("reset_prefix_cache", {}) == (None, [])
     assert d.core.requests.kv.device.num_cached == d.core.requests.kv.host.num_cached == 0
     d.run()
     d.check_all()
-    d.core.utilities.reset_prefix_cache()
+    d.core.requests.reset_prefix_cache()
     d.add(9, LONG, max_tokens=1)
     d.run()
     assert cached(d, 9) == 0
@@ -237,7 +237,7 @@ def test_after_a_reset_old_and_new_content_never_mix() -> None:
     d.add(0, LONG, max_tokens=30)
     for _ in range(3):
         d.step()
-    d.core.utilities.reset_prefix_cache()
+    d.core.requests.reset_prefix_cache()
     d.run()
     assert d.core.requests.kv.device.num_cached == 0
 
@@ -249,7 +249,7 @@ def test_choices_and_swapped_requests_carry_nothing_over_a_reset(swap: float) ->
     for _ in range(4):
         d.step()
     old = set(d.core.requests.slots.at(0).blocks)
-    d.core.utilities.reset_prefix_cache()
+    d.core.requests.reset_prefix_cache()
     d.add(9, LONG[20:], {"priority": 0}, max_tokens=20)  # pushes one out
     while d.core.has_work:
         d.step()
@@ -369,7 +369,7 @@ def test_choices_that_wait_share_nothing_with_a_source_from_before_a_reset() -> 
     for _ in range(6):
         d.step()
     assert 1 not in d.outputs, "both places are taken"
-    d.core.utilities.reset_prefix_cache()
+    d.core.requests.reset_prefix_cache()
     before = d.core.requests.totals.prompt_tokens
     d.core.abort(CLIENT, [5])
     while 1 not in d.outputs:

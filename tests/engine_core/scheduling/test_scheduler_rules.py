@@ -134,7 +134,7 @@ def test_what_is_in_host_memory_is_computed_again_after_a_reset() -> None:
     request = driver.core.requests.by_client[CLIENT][0]
     assert request.host_blocks and request.swapped
     before = driver.core.requests.totals.prompt_tokens
-    driver.core.utilities.reset_prefix_cache()
+    driver.core.requests.reset_prefix_cache()
     assert request.host_blocks == [] and request.swapped == 0
     driver.run()
     driver.check_all()

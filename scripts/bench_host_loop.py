@@ -62,12 +62,13 @@ def bench_loop(running: int, waiting: int, steps: int) -> str:
     while len(core.requests.waiting) or core.requests.totals.steps < 50:
         core.step()
     enqueue = per_item(requests[running:], core.add)
-    phases = []
-    for _ in range(steps):
+    seconds = []
+    for _ in range(steps + 1):
         core.step()
-        phases.append(np.diff(core.stats.last()[:5]) * 1e6)
+        sums = core.stats.report()
+        seconds.append([sums["schedule_seconds"], sums["update_seconds"]])
     cancel = per_item(list(range(running, running + waiting)), lambda handle: core.abort(CLIENT, [handle]))
-    schedule, _, _, update = np.transpose(phases)
+    schedule, update = 1e6 * np.diff(seconds, axis=0).T
     both = schedule + update
     cells = [np.median(schedule), np.median(update), np.median(both), np.percentile(both, 99)]
     return row(running, waiting, *(f"{cell:.0f}" for cell in cells), enqueue, cancel)

@@ -20,7 +20,7 @@ from wavecore.engine_core.plan import F32, I32, RunnerInfo
 from wavecore.engine_core.request import Request
 from wavecore.transport.errors import Overloaded, ValidationError
 from wavecore.transport.wire.messages import Add, TensorFrame
-from wavecore.transport.wire.tensors import byte_length, to_numpy
+from wavecore.transport.wire.tensors import to_numpy
 
 
 def request_from_add(add: Add, info: RunnerInfo, config: EngineConfig) -> Request:
@@ -54,7 +54,6 @@ def request_from_add(add: Add, info: RunnerInfo, config: EngineConfig) -> Reques
     )
     _check_together(request)
     _check_length(request, info, config)
-    _check_queue(request, config)
     if config.enable_prefix_caching:
         _hash_blocks(request, info.block_size)
     return request
@@ -65,17 +64,17 @@ def check_room(request: Request, config: EngineConfig, queued_reqs: int, queued_
 
     Raises:
         Overloaded: with what waits already and the setting that bounds it.
+        ValidationError: it would not even fit into an empty queue.
     """
-    if queued_reqs + request.params.n > config.max_num_queued_reqs:
-        raise Overloaded(
-            f"{queued_reqs} requests wait already, limit max_num_queued_reqs {config.max_num_queued_reqs}; "
-            "try again later"
-        )
-    if queued_bytes + request.nbytes > config.max_num_queued_bytes:
-        raise Overloaded(
-            f"{queued_bytes} bytes of prompts wait already, limit max_num_queued_bytes "
-            f"{config.max_num_queued_bytes}; try again later"
-        )
+    for field, size, queued, unit, setting in (
+        ("n", request.params.n, queued_reqs, "requests", "max_num_queued_reqs"),
+        ("prompt", request.nbytes, queued_bytes, "bytes of prompts", "max_num_queued_bytes"),
+    ):
+        limit = getattr(config, setting)
+        if size > limit:
+            raise ValidationError(field, f"{size} is above {setting} {limit}")
+        if queued + size > limit:
+            raise Overloaded(f"{queued} {unit} wait already, limit {setting} {limit}; try again later")
 
 
 def _check_together(request: Request) -> None:
@@ -93,35 +92,19 @@ def _check_together(request: Request) -> None:
 
 def _check_length(request: Request, info: RunnerInfo, config: EngineConfig) -> None:
     num_tokens, output = len(request.tokens), int(request.samples)  # what samples needs room for one token more
-    longest, capacity = info.max_model_len - output, _capacity(info)
-    if num_tokens > longest:
-        room = " with room for one token of output" if output else ""
-        raise ValidationError(
-            "prompt",
-            f"{num_tokens} tokens, but at most {longest} fit into max_model_len {info.max_model_len}{room}; "
-            "shorten the prompt",
-        )
-    if num_tokens > capacity - output:
-        raise ValidationError(
-            "prompt",
-            f"{num_tokens} tokens, but the whole KV cache holds {capacity}; shorten the prompt or give the engine "
-            "more KV memory (gpu_memory_utilization, kv_cache_memory_gib, num_gpu_blocks_override)",
-        )
-    if not config.enable_chunked_prefill and num_tokens > config.max_num_batched_tokens:
-        raise ValidationError(
-            "prompt",
-            f"{num_tokens} tokens, but one step computes at most {config.max_num_batched_tokens} "
-            "(max_num_batched_tokens) and chunked prefill is off; shorten the prompt or turn it on",
-        )
-
-
-def _check_queue(request: Request, config: EngineConfig) -> None:
-    """It would not even fit into an empty queue."""
-    n, size = request.params.n, request.nbytes
-    if n > config.max_num_queued_reqs:
-        raise ValidationError("n", f"{n} is above max_num_queued_reqs {config.max_num_queued_reqs}")
-    if size > config.max_num_queued_bytes:
-        raise ValidationError("prompt", f"{size} bytes, more than max_num_queued_bytes {config.max_num_queued_bytes}")
+    room = " with room for one token of output" if output else ""
+    capacity = _capacity(info)
+    memory = "gpu_memory_utilization, kv_cache_memory_gib or num_gpu_blocks_override"
+    limits = [
+        (info.max_model_len - output, f"into max_model_len {info.max_model_len}{room}", "max_model_len"),
+        (capacity - output, f"as the whole KV cache holds {capacity}{room}", memory),
+    ]
+    if not config.enable_chunked_prefill:
+        limits.append((config.max_num_batched_tokens, "into one step, unchunked", "max_num_batched_tokens"))
+    for most, where, setting in limits:
+        if num_tokens > most:
+            reason = f"{num_tokens} tokens, but at most {most} fit {where}; shorten the prompt or raise {setting}"
+            raise ValidationError("prompt", reason)
 
 
 def _capacity(info: RunnerInfo) -> int:
@@ -130,36 +113,29 @@ def _capacity(info: RunnerInfo) -> int:
 
 
 def _prompt(frame: TensorFrame, vocab_size: int) -> I32:
-    if frame.dtype != "int32" or len(frame.shape) != 1 or not _is_whole(frame):
+    if frame.dtype != "int32" or len(frame.shape) != 1:
         raise ValidationError("prompt", f"must be int32 [n], not {frame.dtype} {list(frame.shape)}")
     if not frame.shape[0]:
         raise ValidationError("prompt", "must hold at least one token")
     tokens = to_numpy(frame).copy()
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
-        raise ValidationError(
-            "prompt", f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
-        )
+        outside = low if low < 0 else high
+        raise ValidationError("prompt", f"token id {outside} is outside the vocabulary of {vocab_size}")
     return tokens
 
 
 def _embeds(frame: TensorFrame, num_tokens: int, hidden_size: int) -> F32:
     shape = (num_tokens, hidden_size)
-    if frame.dtype not in ("float32", "bfloat16") or frame.shape != shape or not _is_whole(frame):
-        raise ValidationError(
-            "prompt_embeds",
-            f"must be float32 or bfloat16 {list(shape)}, not {frame.dtype} {list(frame.shape)}",
-        )
+    if frame.dtype not in ("float32", "bfloat16") or frame.shape != shape:
+        found = f"{frame.dtype} {list(frame.shape)}"
+        raise ValidationError("prompt_embeds", f"must be float32 or bfloat16 {list(shape)}, not {found}")
     embeds = to_numpy(frame).copy()
     if frame.dtype == "bfloat16":  # the upper half of a float32
         embeds = (embeds.astype(np.uint32) << 16).view(np.float32)
     if not np.isfinite(embeds).all():
         raise ValidationError("prompt_embeds", "must be finite")
     return embeds
-
-
-def _is_whole(frame: TensorFrame) -> bool:
-    return memoryview(frame.buffer).nbytes == byte_length(frame.dtype, frame.shape)
 
 
 def _seed(base: int | None, handle: int, tokens: I32) -> int:

@@ -104,14 +104,8 @@ class EngineCoreProc:
         # What the start allocated lives as long as the process: a full collection need not look at it again.
         gc.collect()
         gc.freeze()
-        self._child.report_ready(
-            {
-                "input": self._input.endpoint,
-                "output": self._output.endpoint,
-                "epoch": self._epoch.hex(),
-                "resolved": self._resolved,
-            }
-        )
+        endpoints = {"input": self._input.endpoint, "output": self._output.endpoint}
+        self._child.report_ready({**endpoints, "epoch": self._epoch.hex(), "resolved": self._resolved})
         try:
             self.run_busy_loop()
         except Exception as error:

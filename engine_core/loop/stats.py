@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from wavecore.engine_core.scheduling.requests import Requests
 
@@ -20,7 +19,6 @@ PHASES = ("schedule", "launch", "wait", "update")
 GAUGES = ("rows", "tokens", "running", "waiting", "free_blocks", "preemptions")
 MAX_TURNS = 1000
 LOG_SECONDS = 10.0
-SCHEDULING_SHARE = 0.15  # schedule and update above this share of a step are worth a warning
 
 
 class Stats:
@@ -79,28 +77,15 @@ class Stats:
             return
         span = LOG_SECONDS + now - self._log_at
         shares = self._shares([gained[f"{name}_seconds"] for name in PHASES])
-        report = self.report()
-        logger.info(
-            "running %d, waiting %d; %.0f prompt and %.0f output tokens/s; cache %.0f%% used, %.0f%% of prompt tokens "
-            "found; %d preemptions; %d steps: %s",
-            report["running"],
-            report["waiting"],
-            gained["prompt_tokens"] / span,
-            gained["output_tokens"] / span,
-            100 * report["cache_usage"],
-            100 * _ratio(gained["cache_hits"], gained["cache_queries"]),
-            gained["preemptions"],
-            gained["steps"],
-            ", ".join(f"{name} {100 * shares[f'{name}_share']:.0f}%" for name in PHASES),
+        phases = ", ".join(f"{name} {shares[f'{name}_share']:.0%}" for name in PHASES)
+        load = self.report()
+        line = (
+            f"running {load['running']}, waiting {load['waiting']}; {gained['prompt_tokens'] / span:.0f} prompt and "
+            f"{gained['output_tokens'] / span:.0f} output tokens/s; cache {load['cache_usage']:.0%} used, "
+            f"{_ratio(gained['cache_hits'], gained['cache_queries']):.0%} of prompt tokens found; "
+            f"{gained['preemptions']} preemptions; {gained['steps']} steps: {phases}"
         )
-        scheduling = shares["schedule_share"] + shares["update_share"]
-        if scheduling > SCHEDULING_SHARE:
-            logger.warning("scheduling takes %.0f%% of the loop, more than 15%%: the device waits", 100 * scheduling)
-
-    def last(self) -> npt.NDArray[np.float64]:
-        """Of the latest turn: its start and the end of each phase, in seconds of one clock, then the gauges."""
-        row: npt.NDArray[np.float64] = self._ring[(self._turns - 1) % MAX_TURNS]
-        return row
+        logger.info("%s", line)
 
     def chrome_trace(self) -> dict[str, Any]:
         """{"traceEvents": [...]}: one complete event a phase and one counter event a turn, oldest first."""

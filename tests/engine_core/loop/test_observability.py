@@ -115,14 +115,12 @@ def test_the_trace_keeps_the_last_thousand_turns() -> None:
     assert len(loads) == 1000 and max(load["rows"] for load in loads) >= 1
 
 
-def test_log_line_and_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A scripted model takes no time, so the scheduler's share is large."""
+def test_log_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(stats, "LOG_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "wavecore")
     busy(log_stats=True).run()
     assert re.search(r"running 1, waiting \d; \d+ prompt and \d+ output tokens/s; cache \d+% used", caplog.text)
     assert re.search(r"schedule \d+%, launch \d+%, wait \d+%, update \d+%", caplog.text)
-    assert "scheduling takes" in caplog.text
     caplog.clear()
     busy().run()
     assert not caplog.text

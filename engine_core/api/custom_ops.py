@@ -35,10 +35,8 @@ def register_op(name: str, fn: Callable[..., Any]) -> None:
     if not isinstance(name, str) or not callable(fn):
         raise ConfigError(f"name must be text and fn a function of a module, not {shown(name)} and {shown(fn)}")
     if module == "__main__" or getattr(sys.modules.get(str(module)), path, None) is not fn:
-        raise ConfigError(
-            f"{module}.{path} cannot be imported by an engine process: put the function into a module of its own, "
-            "next to the script, and import it from there"
-        )
+        way_out = "put the function into a module of its own, next to the script, and import it from there"
+        raise ConfigError(f"{module}.{path} cannot be imported by an engine process: {way_out}")
     import torch
 
     from wavecore.kernels import ops

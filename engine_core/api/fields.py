@@ -26,18 +26,20 @@ def field_checks(cls: type, checker: Checker) -> Mapping[str, Check]:
     """A check for each field: takes its name and a value, gives the plain value or raises the checker's error.
 
     Numbers and texts have their bounds in the annotation, as in `Annotated[int | None, Bounds(1, 9)]`, and so have the
-    entries of a list of numbers; a bool, a
-    Literal of texts and a dict of texts need none. Fields of other kinds are left out.
+    entries of a list of numbers; a bool, a Literal of texts and a dict of texts need none. A field of another kind may
+    have its whole check there, `Annotated[Sequence[str] | None, _stop]`; without one it is left out.
     """
     or_none = Checker(lambda name, reason: checker.error(name, reason.replace(", not ", " (or None), not ", 1)))
     found: dict[str, Check] = {}
-    for name, hint in get_type_hints(cls, include_extras=True).items():
+    hints = get_type_hints(cls, include_extras=True)
+    for name in defaults(cls):
+        hint = hints[name]
         hint, bounds = get_args(hint) if get_origin(hint) is Annotated else (hint, Bounds(0, MAX_TEXT))
-        [kind, *others] = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
-        if not others and (check := _check_of(kind, bounds, checker)):
-            found[name] = check
-        if others == [NoneType] and (check := _check_of(kind, bounds, or_none)):
-            found[name] = partial(_unless_none, check)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        optional = NoneType in kinds
+        check = bounds if callable(bounds) else _check_of(kinds[0], bounds, or_none if optional else checker)
+        if check:
+            found[name] = partial(_or_none, check) if optional else check
     return found
 
 
@@ -56,8 +58,10 @@ def _check_of(kind: Any, bounds: Bounds, checker: Checker) -> Check | None:
     return checks.get(kind)
 
 
-def _unless_none(check: Check, name: str, value: Any) -> Any:
-    return None if value is None else check(name, value)
+def _or_none(check: Check, name: str, value: Any) -> Any:
+    """None stays None, and so becomes what asks for nothing either: an empty tuple or mapping."""
+    plain = None if value is None else check(name, value)
+    return None if plain in ((), {}) else plain
 
 
 def make_plain(instance: object, checks: Mapping[str, Check]) -> None:
@@ -82,7 +86,7 @@ class WireFields:
     def to_wire(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain msgpack values."""
         own = defaults(type(self)).items()
-        return {name: value for name, default in own if (value := getattr(self, name)) not in (default, ())}
+        return {name: value for name, default in own if (value := getattr(self, name)) != default}
 
     @classmethod
     def from_wire(cls, values: Mapping[str, Any]) -> Self:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Self
 
@@ -27,6 +28,43 @@ MAX_LOGPROBS = 64
 MAX_TOKENS = 1 << 24
 SEED = Bounds(-(1 << 63), (1 << 63) - 1)
 MAX_ALLOWED = 1 << 20
+
+
+def _biases(name: str, biases: Any) -> dict[int, float]:
+    """Token ids, as numbers or as JSON's texts, to what is added to their logits."""
+    if not isinstance(biases, Mapping) or len(biases) > MAX_LOGIT_BIAS:
+        raise ValidationError(name, f"must map at most {MAX_LOGIT_BIAS} token ids to numbers")
+    found: dict[int, float] = {}
+    for token, bias in biases.items():
+        try:
+            number = int(token) if isinstance(token, str) else token
+        except ValueError:
+            raise ValidationError(name, f"{shown(token)} is not a token id") from None
+        found[OF_REQUEST.whole(name, number, 0, MAX_TOKEN_ID)] = OF_REQUEST.real(name, bias, -100.0, 100.0)
+    return found
+
+
+def _allowed(name: str, ids: Any) -> tuple[int, ...]:
+    found = OF_REQUEST.token_ids(name, ids, MAX_ALLOWED)
+    if not found:
+        raise ValidationError(name, "must not be empty; leave it out to allow all tokens")
+    return found
+
+
+def _bad_word_ids(name: str, words: Any) -> tuple[tuple[int, ...], ...]:
+    listed = OF_REQUEST.entries(name, words, 2 * MAX_BAD_WORDS)
+    found = tuple([OF_REQUEST.token_ids(name, word, MAX_STOP_LENGTH) for word in listed])
+    if (size := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
+        raise ValidationError("bad_words", f"{size} tokens in all are more than {MAX_BAD_WORD_TOKENS}")
+    return found
+
+
+def _stop(name: str, stop: Any) -> tuple[str, ...]:
+    return OF_REQUEST.texts(name, [stop] if isinstance(stop, str) else stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH)
+
+
+_bad_words = partial(OF_REQUEST.texts, limit=MAX_BAD_WORDS, longest=MAX_STOP_LENGTH)
+_stop_ids = partial(OF_REQUEST.token_ids, limit=MAX_STOP_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +107,12 @@ class SamplingParams(WireFields):
     presence_penalty: Annotated[float, Bounds(-2.0, 2.0)] = 0.0
     frequency_penalty: Annotated[float, Bounds(-2.0, 2.0)] = 0.0
     repetition_penalty: Annotated[float, Bounds(0.01, 100.0)] = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    bad_words_token_ids: Sequence[Sequence[int]] | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
+    logit_bias: Annotated[Mapping[int, float] | None, _biases] = None
+    allowed_token_ids: Annotated[Sequence[int] | None, _allowed] = None
+    bad_words: Annotated[Sequence[str] | None, _bad_words] = None
+    bad_words_token_ids: Annotated[Sequence[Sequence[int]] | None, _bad_word_ids] = None
+    stop: Annotated[str | Sequence[str] | None, _stop] = None
+    stop_token_ids: Annotated[Sequence[int] | None, _stop_ids] = None
     include_stop_str_in_output: bool = False
     min_tokens: Annotated[int, Bounds(0, MAX_TOKENS)] = 0
     max_tokens: Annotated[int | None, Bounds(0, MAX_TOKENS)] = 16
@@ -94,38 +132,6 @@ class SamplingParams(WireFields):
             raise ValidationError("top_p", "must be above 0; for greedy decoding set temperature=0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValidationError("min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}")
-        self._check_lists()
-        self._check_bad_words()
-
-    def _check_lists(self) -> None:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        self._put("stop", OF_REQUEST.texts("stop", () if stop is None else stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH))
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        self._put("stop_token_ids", OF_REQUEST.token_ids("stop_token_ids", ids, MAX_STOP_TOKENS))
-        if self.logit_bias is not None:
-            self._put("logit_bias", _biases(self.logit_bias))
-        if self.allowed_token_ids is not None:
-            self._put(
-                "allowed_token_ids", OF_REQUEST.token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
-            )
-            if not self.allowed_token_ids:
-                raise ValidationError("allowed_token_ids", "must not be empty; leave it out to allow all tokens")
-
-    def _check_bad_words(self) -> None:
-        bad = () if self.bad_words is None else self.bad_words
-        self._put("bad_words", OF_REQUEST.texts("bad_words", bad, MAX_BAD_WORDS, MAX_STOP_LENGTH))
-        if self.bad_words_token_ids is None:
-            return
-        listed = OF_REQUEST.entries("bad_words_token_ids", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
-        words = tuple([OF_REQUEST.token_ids("bad_words_token_ids", word, MAX_STOP_LENGTH) for word in listed])
-        if (size := sum(map(len, words))) > MAX_BAD_WORD_TOKENS:
-            raise ValidationError("bad_words", f"{size} tokens in all are more than {MAX_BAD_WORD_TOKENS}")
-        self._put("bad_words_token_ids", words or None)
-        if self.allowed_token_ids and self._banned.issuperset(self.allowed_token_ids):
-            raise ValidationError("allowed_token_ids", "bad_words forbids every one of them")
-
-    def _put(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the plain form of what was given
 
     @property
     def greedy(self) -> bool:
@@ -163,10 +169,8 @@ class SamplingParams(WireFields):
             banned.update(self.stop_token_ids or (), () if self.ignore_eos else eos_token_ids)
         allowed = self.allowed_token_ids
         if banned.issuperset(allowed) if allowed is not None else len(banned) >= vocab_size:
-            raise ValidationError(
-                "bad_words" if allowed is None else "allowed_token_ids",
-                "no token is left: bad_words, or min_tokens with its stop tokens, forbid them all",
-            )
+            field = "bad_words" if allowed is None else "allowed_token_ids"
+            raise ValidationError(field, "no token is left: bad_words, or min_tokens with its stop tokens, forbid all")
 
     def clone(self, **changes: Any) -> Self:
         """A copy with some fields changed and all of them checked again."""
@@ -174,18 +178,3 @@ class SamplingParams(WireFields):
 
 
 _CHECKS = field_checks(SamplingParams, OF_REQUEST)
-
-
-def _biases(biases: Any) -> dict[int, float]:
-    """Token ids, as numbers or as JSON's texts, to what is added to their logits."""
-    if not isinstance(biases, Mapping) or len(biases) > MAX_LOGIT_BIAS:
-        raise ValidationError("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers")
-    found: dict[int, float] = {}
-    for token, bias in biases.items():
-        try:
-            number = int(token) if isinstance(token, str) else token
-        except ValueError:
-            raise ValidationError("logit_bias", f"{shown(token)} is not a token id") from None
-        token_id = OF_REQUEST.whole("logit_bias", number, 0, MAX_TOKEN_ID)
-        found[token_id] = OF_REQUEST.real("logit_bias", bias, -100.0, 100.0)
-    return found

@@ -5,16 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from tqdm.std import tqdm
 
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.transport.wire.checks import OF_REQUEST
-
-if find_spec("ipywidgets") is not None:  # without it tqdm.auto warns in a notebook, and is no better elsewhere
-    from tqdm.auto import tqdm
 
 # Phases of a start in their order: in words, and the percent at which each begins and ends. A start may leave some out.
 PHASES = {

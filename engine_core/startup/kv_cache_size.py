@@ -73,8 +73,7 @@ def allocate_kv_cache(runner: ModelRunner, config: EngineConfig) -> None:
     longest = (num_blocks - 1) * need.block_size  # no sequence can grow past the cache
     if config.max_model_len is None and longest < runner.info.max_model_len:
         logger.warning(
-            "max_model_len is %d, as the KV cache holds no more tokens; setting it also makes the tables smaller",
-            longest,
+            "max_model_len is %d: the KV cache holds no more; set, it makes the tables smaller, too", longest
         )
         runner.info = replace(runner.info, max_model_len=longest)
 
@@ -164,13 +163,10 @@ def _blocks_of_host(runner: ModelRunner, config: EngineConfig, need: KVCacheNeed
 
 def _too_few(room: int, need: KVCacheNeed, left: int) -> str:
     """That only `room` blocks fit, into `left` bytes."""
-    return (
-        f"the KV cache would hold {room} blocks of {need.block_size} tokens and needs {need.least}: "
-        f"{gib(need.nbytes - left)} are missing"
-    )
+    found = f"the KV cache would hold {room} blocks of {need.block_size} tokens and needs {need.least}"
+    return f"{found}: {gib(need.nbytes - left)} are missing"
 
 
 def fitting_gib(size: int) -> float:
-    """A little more than `size` bytes, in GiB with few digits."""
-    scale: int = 10 ** max(3 - math.floor(math.log10(size / GIB)), 0)
-    return (size * scale // GIB + 1) / scale
+    """At least `size` bytes, in GiB with few digits."""
+    return math.ceil(1000 * size / GIB) / 1000

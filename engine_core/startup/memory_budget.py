@@ -131,10 +131,8 @@ def no_room(what: str, advice: str, table: str = "") -> WavecoreError:
     """A refusal: what does not fit, what would help ("": no setting does), and the table."""
     if advice:
         return ConfigError(f"{what}; {advice}{table}")
-    return ResourceError(
-        f"{what}, and no setting makes room: free what other processes hold, or use another device, a smaller model or "
-        f"a smaller dtype{table}"
-    )
+    way_out = "free what other processes hold, or use another device, a smaller model or a smaller dtype"
+    return ResourceError(f"{what}, and no setting makes room: {way_out}{table}")
 
 
 @contextmanager

@@ -37,10 +37,6 @@ class Sizes:
     rows: int
     length: int
 
-    @classmethod
-    def of(cls, runner: ModelRunner, config: EngineConfig) -> Sizes:
-        return cls(config.max_num_batched_tokens, config.max_num_seqs, runner.info.max_model_len)
-
     def prefill(self, tokens: int) -> list[Row]:
         """(start, query length) of as few prompts as hold so many tokens."""
         whole, rest = divmod(tokens, self.length)
@@ -65,7 +61,8 @@ def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
     Raises:
         OutOfMemory: the largest step does not fit.
     """
-    sizes, everything = Sizes.of(runner, config), _everything(runner)
+    sizes = Sizes(config.max_num_batched_tokens, config.max_num_seqs, runner.info.max_model_len)
+    everything = _everything(runner)
     runner.state.block_table.fill_(1)
     plans = chain(
         _all_options(sizes, everything, runner.info.hidden_size),  # first, as they need most memory

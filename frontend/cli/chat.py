@@ -44,13 +44,11 @@ def _turn(llm: LLM, history: list[dict[str, Any]], line: str, values: Namespace)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return history
-    except EngineDead as error:
-        if not llm.has_engine():
-            raise
-        print(f"\n{error}; it is being restarted, ask again", file=sys.stderr)
-        return history
     except WavecoreError as error:  # too long a conversation, say: the next line may do better
-        print(f"{error}; /reset forgets the conversation", file=sys.stderr)
+        dead = isinstance(error, EngineDead)
+        if dead and not llm.has_engine():
+            raise
+        print(f"\n{error}; {'it is being restarted, ask again' if dead else HELP}", file=sys.stderr)
         return history
     return [*asked, {"role": "assistant", "content": answer}]
 

@@ -76,9 +76,7 @@ def stream_answer(llm: LLM, prompt: PromptType, params: SamplingParams) -> str:
     print(flush=True)
     metrics = output.metrics
     rate = 1 / metrics.time_per_token if metrics.time_per_token else 0.0
-    print(
-        f"time to first token {metrics.first_token_latency or 0.0:.3f} s, then {rate:.1f} tokens/s "
-        f"({metrics.num_generation_tokens} tokens, finish reason {choice.finish_reason})",
-        file=sys.stderr,
-    )
+    times = f"time to first token {metrics.first_token_latency or 0.0:.3f} s, then {rate:.1f} tokens/s"
+    count = f"{metrics.num_generation_tokens} tokens, finish reason {choice.finish_reason}"
+    print(f"{times} ({count})", file=sys.stderr)
     return text

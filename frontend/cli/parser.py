@@ -15,10 +15,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.config import OF_SETTING, EngineConfig
 from wavecore.frontend import compat
 from wavecore.frontend.compat import ENVIRONMENT, SETTINGS, did_you_mean, our_name
 from wavecore.transport.errors import ConfigError
+from wavecore.transport.wire.checks import MAX_TEXT
 
 SHORT = {"-h": "--help", "-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size"}
 OPPOSITE = {"true": "false", "false": "true"}
@@ -28,7 +29,7 @@ KINDS: Mapping[type, tuple[Any, str]] = {
     int: (int, "a whole number"),
     float: (float, "a number"),
     bool: (lambda text: OPPOSITE[text.lower()] == "false", "true or false"),
-    list: (lambda text: _texts(json.loads(text)), "a JSON list of texts"),
+    list: (lambda text: list(OF_SETTING.texts("", json.loads(text), 1 << 10, MAX_TEXT)), "a JSON list of texts"),
 }
 
 
@@ -195,12 +196,6 @@ def _flag(name: str) -> str:
 def _is_value(word: str) -> bool:
     """No flag: a text, "-" for the standard input, a negative number."""
     return not word.startswith("-") or bool(re.fullmatch(r"-|-\.?\d.*", word))
-
-
-def _texts(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError
-    return value
 
 
 def setting_help() -> dict[str, str]:

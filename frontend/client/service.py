@@ -129,10 +129,9 @@ class Service:
     def need_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer; NotSupportedError, with the way out, where there is none for `what`."""
         if self.tokenizer is None:
-            raise NotSupportedError(
-                f"{what} needs a tokenizer, and there is none here (skip_tokenizer_init, or a scripted model): "
-                'give {"prompt_token_ids": [...]}, or tokenizer=FOLDER (--tokenizer FOLDER) at start'
-            )
+            way_out = 'give {"prompt_token_ids": [...]}, or tokenizer=FOLDER (--tokenizer FOLDER) at start'
+            none = "there is none here (skip_tokenizer_init, or a scripted model)"
+            raise NotSupportedError(f"{what} needs a tokenizer, and {none}: {way_out}")
         return self.tokenizer
 
     # --- requests ------------------------------------------------------------------------------------------------
@@ -233,13 +232,10 @@ class Service:
         return replace(prompt, seconds=time.monotonic() - started)
 
     def _check_length(self, length: int, params: SamplingParams, options: RequestOptions) -> None:
-        room = 0 if options.pooling is not None or params.max_tokens == 0 else 1
-        if length + room > self.max_model_len:
-            raise ValidationError(
-                "prompt",
-                f"has {length} tokens; max_model_len is {self.max_model_len}, which leaves room for a prompt of "
-                f"{self.max_model_len - room}; shorten it or start the engine with a larger max_model_len",
-            )
+        most = self.max_model_len - (options.pooling is None and params.max_tokens != 0)  # a token is to follow it
+        if length > most:
+            room = f"max_model_len {self.max_model_len} leaves room for {most}"
+            raise ValidationError("prompt", f"has {length} tokens; {room}; shorten it, or start with a larger one")
         if params.prompt_logprobs and length * params.prompt_logprobs > MAX_PROMPT_LOGPROBS_CELLS:
             raise ValidationError("prompt_logprobs", f"{params.prompt_logprobs} for {length} tokens is too much")
 

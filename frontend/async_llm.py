@@ -87,9 +87,7 @@ class AsyncLLM(BaseLLM):
             ValidationError: a value out of bounds.
             EngineDead, Overloaded, NumericalError, ...: the request failed; what it had was given before.
         """
-        options = RequestOptions(
-            priority=priority, timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout
-        )
+        options = RequestOptions(priority, timeout, queue_timeout, first_token_timeout)
         encode = partial(self._encode, prompt, options)
         return self._outputs(encode, sampling_params, options, request_id, resume, output_kind)
 
@@ -112,9 +110,7 @@ class AsyncLLM(BaseLLM):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """`generate` for a conversation, through the chat template as in `LLM.chat`."""
-        options = RequestOptions(
-            priority=priority, timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout
-        )
+        options = RequestOptions(priority, timeout, queue_timeout, first_token_timeout)
         chat = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         render = partial(self._service.beside_loop, partial(self._service.chat_prompt, messages, chat), options)
         return self._outputs(render, sampling_params, options, request_id, resume, output_kind)
@@ -124,9 +120,8 @@ class AsyncLLM(BaseLLM):
     ) -> EmbeddingRequestOutput:
         """The embedding of one prompt; as `LLM.embed`."""
         options = embedding_options(pooling, timeout)
-        outputs = self._outputs(
-            partial(self._encode, prompt, options), EMBEDDING_PARAMS, options, kind=OutputKind.FINAL
-        )
+        encode = partial(self._encode, prompt, options)
+        outputs = self._outputs(encode, EMBEDDING_PARAMS, options, kind=OutputKind.FINAL)
         [output] = [EmbeddingRequestOutput.of(output) async for output in outputs]
         if output.error is not None:
             raise output.error

@@ -89,11 +89,10 @@ def from_environment(settings: Iterable[str] = SETTINGS) -> dict[str, Any]:
     Raises:
         ConfigError: naming the variable.
     """
-    variables = {name: ENVIRONMENT + name.upper() for name in settings}
     return {
-        name: checked(name, typed(name, text), f"{variable} in the environment")
-        for name, variable in variables.items()
-        if (text := os.environ.get(variable))
+        name: checked(name, typed(name, text), f"{ENVIRONMENT}{name.upper()} in the environment")
+        for name in settings
+        if (text := os.environ.get(ENVIRONMENT + name.upper()))
     }
 
 

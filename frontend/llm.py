@@ -88,7 +88,7 @@ class LLM(BaseLLM, Inspection):
         _no_lora(lora_request)
         if prompt_token_ids is not None:
             raise NotSupportedError('prompt_token_ids: give prompts=[{"prompt_token_ids": [...]}, ...]')
-        options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout)
+        options = RequestOptions(0, timeout, queue_timeout, first_token_timeout)
         requests = self._requests(as_prompts(prompts), sampling_params, priority, resume, options)
         return run_batch(self._service, requests, use_tqdm, OF_REQUEST.flag("raise_on_error", raise_on_error))
 
@@ -120,7 +120,7 @@ class LLM(BaseLLM, Inspection):
         conversations: Any = messages if several else [messages]
         chat = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         asked = [self._service.chat_prompt(conversation, chat) for conversation in conversations]
-        options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout)
+        options = RequestOptions(0, timeout, queue_timeout, first_token_timeout)
         requests = self._requests(asked, sampling_params, priority, resume, options)
         return run_batch(self._service, requests, use_tqdm, OF_REQUEST.flag("raise_on_error", raise_on_error))
 
@@ -140,9 +140,7 @@ class LLM(BaseLLM, Inspection):
         Raises:
             WavecoreError: the request failed, after what it had was given.
         """
-        options = RequestOptions(
-            priority=priority, timeout=timeout, queue_timeout=queue_timeout, first_token_timeout=first_token_timeout
-        )
+        options = RequestOptions(priority, timeout, queue_timeout, first_token_timeout)
         request = self._service.prepare(as_prompt(prompt), sampling_params, options, resume=resume)
         return self._deltas(request)
 

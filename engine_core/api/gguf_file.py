@@ -32,10 +32,8 @@ STRING, ARRAY = 8, 9
 # which tokens end a generation (without the texts of gpt-oss and Gemma 4, which contradict others), by which patterns,
 # one after the other, a pre-tokenizer cuts a text, and with which a word that is a whole token needs no merges.
 LLAMA_CPP: dict[str, Any] = json.loads(Path(__file__).with_name("llama_cpp.json").read_text("utf-8"))
-SUPPORTED = frozenset(
-    GGMLQuantizationType[name]
-    for name in ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-)
+_TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K"
+SUPPORTED = frozenset(GGMLQuantizationType[name] for name in _TYPES.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +87,8 @@ def read_gguf(path: Path) -> GgufFile:
             raise
         raise unreadable(path, error) from error
     if (count := found.metadata.get("split.count", 1)) not in (0, 1):
-        raise NotSupportedError(
-            f"{path} is one part of {shown(count)}: join them first, `llama-gguf-split --merge FIRST_PART OUT.gguf`"
-        )
+        way_out = "join them first, `llama-gguf-split --merge FIRST_PART OUT.gguf`"
+        raise NotSupportedError(f"{path} is one part of {shown(count)}: {way_out}")
     return found
 
 

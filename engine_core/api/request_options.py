@@ -14,7 +14,7 @@ DEADLINE = Bounds(MIN_SECONDS, 7 * 86400.0)
 DEADLINES = ("timeout", "queue_timeout", "first_token_timeout")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RequestOptions(WireFields):
     """Options of one request beside its `SamplingParams`, checked where they are made, in frontend and engine alike.
 

@@ -93,11 +93,8 @@ def _special(values: dict[str, Any]) -> SpecialTokens:
     else:
         extra += more
     added = {int(index): _token(token) for index, token in (values.get("added_tokens_decoder") or {}).items()}
-    return SpecialTokens(
-        {name: _token(token, special=True) for name, token in named.items() if token},
-        [_token(token, special=True) for token in extra],
-        added,
-    )
+    tokens = {name: _token(token, special=True) for name, token in named.items() if token}
+    return SpecialTokens(tokens, [_token(token, special=True) for token in extra], added)
 
 
 def _token(value: Any, **flags: bool) -> Token:

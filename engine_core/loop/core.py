@@ -113,13 +113,10 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(
-            self.requests.by_client
-            or self.in_flight
-            or self.requests.outputs
-            or len(self.requests.kv.transfers)
-            or (self.runner.wants_capture(1) and not self.draining)
-        )
+        requests = self.requests
+        if requests.by_client or self.in_flight or requests.outputs or len(requests.kv.transfers):
+            return True
+        return self.runner.wants_capture(1) and not self.draining
 
     def step(self) -> tuple[dict[bytes, StepTokens], bool]:
         """One turn of the loop. Returns the output by client, and whether a step was launched."""

@@ -98,11 +98,9 @@ def check_weights(source: ModelSource, dtype: torch.dtype, device: torch.device)
     need, (free, total) = source.spec.num_parameters * dtype.itemsize, free_memory(device)
     if need <= free:
         return
-    raise no_room(
-        f"the weights of {source.path} take {gib(need)} as {str(dtype).removeprefix('torch.')}, and of {device}'s "
-        f"{gib(total)} only {gib(free)} are free",
-        would_fit(["dtype bfloat16"] if 2 * source.spec.num_parameters <= free else []),
-    )
+    weights = f"the weights of {source.path} take {gib(need)} as {str(dtype).removeprefix('torch.')}"
+    half = would_fit(["dtype bfloat16"] if 2 * source.spec.num_parameters <= free else [])
+    raise no_room(f"{weights}, and of {device}'s {gib(total)} only {gib(free)} are free", half)
 
 
 def _register_ops(custom_ops: Mapping[str, str], like: torch.Tensor) -> None:

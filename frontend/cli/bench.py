@@ -110,10 +110,8 @@ def measure(llm: LLM, work: Sequence[WorkItem]) -> BenchReport:
         WavecoreError: a request failed.
     """
     prompts: list[Any] = [item.prompt for item in work]
-    params = [
-        SamplingParams(max_tokens=i.max_tokens, temperature=i.temperature, ignore_eos=True, detokenize=False)
-        for i in work
-    ]
+    plain = SamplingParams(ignore_eos=True, detokenize=False)
+    params = [plain.clone(max_tokens=item.max_tokens, temperature=item.temperature) for item in work]
     llm.reset_prefix_cache()
     before = llm.step_stats()
     started = time.monotonic()

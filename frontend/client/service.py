@@ -268,12 +268,8 @@ def make_supervisor(config: EngineConfig) -> Supervisor:
     # What a custom op's module is imported by: the paths of this program.
     paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
     engine = ChildSpec("engine 0", "wavecore.engine_core", config.to_json(), paths, MEMORY_ADVICE, SLOW_START_ADVICE)
-    return Supervisor(
-        [engine],
-        runtime_dir=config.runtime_dir,
-        address=config.address,
-        limits=Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout),
-    )
+    limits = Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout)
+    return Supervisor([engine], runtime_dir=config.runtime_dir, address=config.address, limits=limits)
 
 
 def _tokenizer(resolved: Mapping[str, Any], own: Path | None) -> Tokenizer | None:

@@ -234,7 +234,7 @@ class Service:
     def _check_length(self, length: int, params: SamplingParams, options: RequestOptions) -> None:
         most = self.max_model_len - (options.pooling is None and params.max_tokens != 0)  # a token is to follow it
         if length > most:
-            room = f"max_model_len {self.max_model_len} leaves room for {most}"
+            room = f"max_model_len is {self.max_model_len}, which leaves room for {most}"
             raise ValidationError("prompt", f"has {length} tokens; {room}; shorten it, or start with a larger one")
         if params.prompt_logprobs and length * params.prompt_logprobs > MAX_PROMPT_LOGPROBS_CELLS:
             raise ValidationError("prompt_logprobs", f"{params.prompt_logprobs} for {length} tokens is too much")

@@ -45,7 +45,7 @@ class Calls:
     def fail(self, engine: int | None, error: WavecoreError) -> None:
         """End the calls of one engine, or all."""
         for number in [n for n, (index, _) in self._pending.copy().items() if engine in (None, index)]:
-            self._settle(number, type(error)(str(error)))
+            self._settle(number, from_code(error.code, str(error)))
 
     def _settle(self, number: int, outcome: Result | WavecoreError) -> None:
         _, future = self._pending.pop(number, (0, None))

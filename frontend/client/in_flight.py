@@ -17,7 +17,14 @@ import numpy as np
 
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind, notify
-from wavecore.transport.errors import EngineDead, RequestError, RequestTimeout, WavecoreError, as_wavecore_error
+from wavecore.transport.errors import (
+    EngineDead,
+    RequestError,
+    RequestTimeout,
+    WavecoreError,
+    as_wavecore_error,
+    from_code,
+)
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.wire.messages import Abort, FinishReason, Step
 
@@ -115,9 +122,10 @@ class InFlight:
                     self._forget(flight)
             if ended or mailbox.kind is not OutputKind.FINAL:
                 touched.append(mailbox)
+        unread = notify(touched)
         self._send_abort(engine, stopped)
-        for unread in notify(touched):
-            self.abort(unread)
+        for mailbox in unread:
+            self.abort(mailbox)
 
     def abort(self, mailbox: Mailbox) -> None:
         """End a request; its running choices end as "abort". Unknown or ended ones are no error."""
@@ -227,8 +235,8 @@ class InFlight:
         if handles and engine.state in (EngineState.UP, EngineState.BROKEN):
             try:
                 self._pump.send(engine.index, Abort(b"", b"", 0, np.array(handles, np.uint32)))
-            except EngineDead:
-                logger.debug("engine %d is gone: nothing to abort", engine.index)
+            except WavecoreError as error:  # gone, or it takes nothing more: its rows come to nobody
+                logger.debug("engine %d was not told to abort: %s", engine.index, error)
 
     def _waiting(self) -> list[Flight]:
         return [flight for flight in self._flights.values() if flight.engine is None]
@@ -237,7 +245,7 @@ class InFlight:
         for flight, error in failed.items():
             self._forget(flight)
             # A copy for each: one exception raised in many tasks would collect all their tracebacks.
-            flight.mailbox.end("error", type(error)(str(error)))
+            flight.mailbox.end("error", from_code(error.code, str(error)))
         notify([flight.mailbox for flight in failed])
 
     def _detach(self, flight: Flight) -> None:

@@ -16,7 +16,7 @@ from wavecore.frontend.client import in_flight
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.text.tokenizer import Tokenizer
-from wavecore.transport.errors import EngineDead, MessageTooLarge, RequestTimeout
+from wavecore.transport.errors import EngineDead, MessageTooLarge, RequestTimeout, ValidationError, WavecoreError
 from wavecore.transport.wire.messages import Add, FinishReason, Ready
 
 LENGTH = int(FinishReason.LENGTH)
@@ -177,21 +177,23 @@ def test_an_abort_waits_in_the_stream_while_the_connection_is_broken(world: Worl
     assert world.notifier.wait(0) is mailbox
 
 
+@pytest.mark.parametrize("error", [MessageTooLarge("too large for the next life"), ValidationError("prompt", "odd")])
 def test_what_an_engine_refuses_when_it_is_sent_again_fails_alone(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, error: WavecoreError
 ) -> None:
     refused, other = world.submit([9] * 5), world.submit([3])
     send = world.pump.send
 
     def bounded(index: int, message: Any) -> bytes:
         if isinstance(message, Add) and world.prompt_of(message) == [9] * 5:
-            raise MessageTooLarge("too large for the next life")
+            raise error
         return send(index, message)
 
     world.kill(0)
     monkeypatch.setattr(world.pump, "send", bounded)
     world.pump.new_life(0)
-    assert isinstance(output_of(refused).error, MessageTooLarge)
+    found = output_of(refused).error
+    assert (type(found), str(found)) == (type(error), str(error))
     world.pump.step(0, [(world.pump.adds()[-1][1].handle, [7], LENGTH)])
     assert output_of(other).outputs[0].token_ids == [7]
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from wavecore.transport.errors import ConfigError, ResourceError
 from wavecore.transport.small_files import write_new
+from wavecore.transport.wire.checks import Checker
 
 LOCK = "lock"
 PREFIX = "wavecore-"
@@ -33,6 +34,7 @@ _HERE = "."  # in its list: the folder itself, which the deployment made
 # What a deployment may write at all: a damaged list can name nothing else.
 _NAMES = re.compile(r"\.|lock|\.?deployment\.json|engine\d+\.(in|out)|keys(/(server|client)\.key|/authorized_clients)?")
 _MAX_LIST = 1 << 20
+_CHECKS = Checker(lambda name, reason: ConfigError(f"{name} {reason}"))
 
 
 class RuntimeDir:
@@ -44,12 +46,12 @@ class RuntimeDir:
         names: what the deployment will write into it.
 
     Raises:
-        ConfigError: the folder is in use, not private, has files of these names already, or its path is too long.
+        ConfigError: the folder is in use, a link, not private, has files of these names already, or its path cannot be.
         ResourceError: it cannot be made.
     """
 
     def __init__(self, path: str | None, names: Iterable[str] = ()) -> None:
-        self.path = _base() if path is None else Path(path).absolute()
+        self.path = _base() if path is None else _CHECKS.path("runtime_dir", path).absolute()
         self._kind = _FRESH if path is None else _NAMED
         self._lock = -1
         self._names: set[str] = set()  # what is removed at the end
@@ -161,13 +163,19 @@ def _take_lock(folder: Path, flags: int = os.O_RDWR | os.O_CREAT, tries: int = 2
     Raises:
         ConfigError: another process holds it, or the folder or the file is somebody else's.
     """
-    if flags & os.O_CREAT:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_private(folder):
-        raise ConfigError(f"runtime_dir {folder} must belong to you and be closed to others: chmod 700 {folder}")
+    if folder.is_symlink():
+        raise ConfigError(f"runtime_dir {folder} is a link: name the folder that it leads to")
     for _ in range(tries):  # a client that looks whether the lock is held holds it for a moment itself
         with contextlib.ExitStack() as unless_taken:
-            fd = os.open(folder / LOCK, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+            try:
+                if flags & os.O_CREAT:
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if not _is_private(folder):
+                    advice = f"chmod 700 {folder}"
+                    raise ConfigError(f"runtime_dir {folder} must belong to you and be closed to others: {advice}")
+                fd = os.open(folder / LOCK, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+            except FileNotFoundError:  # its last owner has just removed the folder
+                continue
             unless_taken.callback(os.close, fd)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

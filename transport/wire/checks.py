@@ -82,9 +82,9 @@ class Checker:
 
     def path(self, name: str, value: Any) -> Path:
         try:
-            if b"\0" not in os.fsencode(value) and not isinstance(value, bytes):
-                return Path(value)
-        except (TypeError, UnicodeEncodeError):
+            if b"\0" not in os.fsencode(value) and value and not isinstance(value, bytes):
+                return Path(value).expanduser()
+        except (TypeError, UnicodeEncodeError, RuntimeError):  # RuntimeError: ~ of nobody known
             pass
         raise self.error(name, f"must be a path, not {shown(value)}")
 

@@ -308,6 +308,48 @@ def test_two_deployments_never_fight_for_a_folder(base: Path) -> None:
     assert entries(base) == set()
 
 
+@pytest.mark.parametrize("path", ["", "run\0", "~nobody of this name/run"])
+def test_a_path_that_cannot_be_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="runtime_dir must be a path, not"):
+        RuntimeDir(path, NAMES)
+
+
+def test_home_may_be_written_as_a_tilde(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(base))
+    held = RuntimeDir("~/run", NAMES)
+    assert held.path == base / "run"
+    held.remove()
+    assert entries(base) == set()
+
+
+@pytest.mark.parametrize("target", ["real", "nowhere"])
+def test_a_link_is_refused_as_one(base: Path, target: str) -> None:
+    (base / "real").mkdir(mode=0o700)
+    (base / "link").symlink_to(base / target)
+    with pytest.raises(ConfigError, match="is a link: name the folder that it leads to"):
+        RuntimeDir(str(base / "link"), NAMES)
+    assert entries(base) == {"real", "link"}
+
+
+def test_a_folder_that_its_last_owner_removes_meanwhile_is_made_again(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, is_private, seen = base / "run", runtime_dir._is_private, list[Path]()
+
+    def removed_behind(folder: Path) -> bool:
+        seen.append(folder)
+        private = is_private(folder)
+        if len(seen) == 1:
+            folder.rmdir()
+        return private
+
+    monkeypatch.setattr(runtime_dir, "_is_private", removed_behind)
+    held = RuntimeDir(str(path), NAMES)
+    assert seen == [path, path]
+    assert is_held(path)
+    held.remove()
+
+
 def test_a_second_start_sees_the_first_even_where_its_lock_was_removed(base: Path) -> None:
     first = RuntimeDir(str(base / "run"), NAMES)
     fill(first.path, NAMES)

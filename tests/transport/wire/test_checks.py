@@ -74,6 +74,15 @@ def test_each_layer_raises_its_own_error() -> None:
         settings.text_map("ops", {"a": 1})
 
 
+def test_paths_are_what_users_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert CHECK.path("config", "~/run") == Path("/home/me/run")
+    assert CHECK.path("config", Path("a b/ü")) == Path("a b/ü")
+    for value in ("", "a\0b", "\udcff\ud800", b"/tmp", 5, None, "~nobody of this name/run"):
+        with pytest.raises(ValidationError, match="config: must be a path, not"):
+            CHECK.path("config", value)
+
+
 def test_a_value_that_cannot_be_printed_is_named_by_its_type() -> None:
     assert shown(10**5000) == "such int"
     assert len(shown("x" * 10**6)) == 80

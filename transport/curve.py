@@ -49,7 +49,7 @@ class KeyPair:
             raise ConfigError(f"key file {path}: {error.strerror}") from None
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise ConfigError(f"key file {path} must belong to you and be closed to others: chmod 600 {path}")
-        if len(lines) not in (2, 3) or any(len(line) != 40 for line in lines):
+        if len(lines) not in (2, 3) or not all(_is_key(line) for line in lines) or _public(lines[0]) != lines[1]:
             raise ConfigError(f"key file {path} is damaged: delete it and start the engine again")
         return cls(lines[1], *lines[::2])
 
@@ -69,10 +69,17 @@ class CurveServer:
         return cls(KeyPair.load(keys_dir / "server.key"), keys_dir)
 
     def allowed(self) -> set[bytes]:
-        """Public keys (z85) that may connect, as the files stand now."""
+        """Public keys (z85) that may connect, as the files stand now.
+
+        Raises:
+            ConfigError: naming the file that cannot be read.
+        """
         keys = {KeyPair.load(self.keys_dir / "client.key").public}
         for path in (self.keys_dir / ALLOW_LIST).glob("*.pub"):
-            keys.add(read_small(path, MAX_KEY_FILE).strip())
+            try:
+                keys.add(read_small(path, MAX_KEY_FILE).strip())
+            except OSError as error:
+                raise ConfigError(f"{path} of the allow-list cannot be read: {error.strerror}") from None
         return keys
 
 
@@ -84,18 +91,33 @@ class CurveClient:
     pair: KeyPair
 
     def __post_init__(self) -> None:
-        if len(self.server_key) != 40:
-            raise ConfigError(
-                f"a CURVE server key has 40 characters, not {len(self.server_key)}: {self.server_key!r:.60}"
-            )
+        if not _is_key(self.server_key):
+            raise ConfigError(f"a CURVE server key has 40 characters of z85, not {self.server_key!r:.60}")
 
     @classmethod
     def load(cls, key_file: Path, server_key: str) -> Self:
         return cls(server_key.encode(), KeyPair.load(key_file))
 
 
+def _public(secret: bytes) -> bytes | None:
+    """What belongs to a secret key; None where that is no key."""
+    try:
+        return zmq.curve_public(secret)
+    except zmq.ZMQError:
+        return None
+
+
+def _is_key(text: bytes) -> bool:
+    return len(text) == 40 and _public(text) is not None
+
+
 def create_keys(keys_dir: Path) -> str:
-    """Make the deployment's key files where they are missing; returns the server's public key."""
+    """Make the deployment's key files where they are missing; returns the server's public key.
+
+    Raises:
+        ConfigError: those that are there, or the allow-list, cannot be used.
+        OSError: they cannot be made.
+    """
     keys_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     (keys_dir / ALLOW_LIST).mkdir(mode=0o700, exist_ok=True)
     if not (keys_dir / "server.key").exists():
@@ -103,4 +125,5 @@ def create_keys(keys_dir: Path) -> str:
     server = KeyPair.load(keys_dir / "server.key").public
     if not (keys_dir / "client.key").exists():
         replace(KeyPair.generate(), server=server).save(keys_dir / "client.key")
+    CurveServer.load(keys_dir).allowed()  # what is wrong is told now, rather than to each client by silence
     return server.decode()

@@ -244,8 +244,12 @@ class Supervisor:
         server_key = ""
         if self._address:
             check_interface(self._address)
-            server_key = curve.create_keys(folder.path / "keys")
-            folder.keep(*(f"keys/{name}" for name in curve.KEY_FILES))
+            keys = folder.path / "keys"
+            try:
+                server_key = curve.create_keys(keys)
+                folder.keep(*(f"keys/{name}" for name in curve.KEY_FILES))
+            except OSError as error:
+                raise ResourceError(f"cannot write the keys in {keys}: {error}; name another runtime_dir") from error
         return [
             EngineProcess(
                 index,

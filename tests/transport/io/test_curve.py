@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 
 from wavecore.transport.curve import CurveClient, CurveServer, KeyPair, create_keys
+from wavecore.transport.errors import ConfigError
 from wavecore.transport.io.authenticator import Authenticator
 from wavecore.transport.io.sockets import Monitor, endpoint_of, make_context, make_socket
 
@@ -97,3 +100,44 @@ def test_a_file_that_would_be_waited_for_in_the_allow_list_admits_nobody_and_sto
         assert first_event(engine.addresses[1], client) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         path.unlink()
         assert first_event(engine.addresses[1], client) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+OTHER = KeyPair.generate()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (),
+        (OTHER.secret,),
+        (OTHER.secret, b"x" * 40),
+        (b"\"'" * 20, OTHER.public),
+        (b"\xff" * 40, b"\xfe" * 40),
+        (OTHER.secret, OTHER.public, b"\0" * 40),
+        (OTHER.secret, OTHER.public, OTHER.public, OTHER.public),
+    ],
+)
+def test_a_key_file_without_keys_is_named(tmp_path: Path, lines: tuple[bytes, ...]) -> None:
+    path = tmp_path / "server.key"
+    path.write_bytes(b"\n".join(lines))
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"server\.key is damaged: delete it"):
+        create_keys(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["", "x" * 39, "\"'" * 20, "é" * 20, "#" * 40])
+def test_a_server_key_that_is_none_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="40 characters of z85"):
+        CurveClient(key.encode(), OTHER)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero"), lambda path: path.write_bytes(b"x" * 5000)],
+    ids=["a FIFO", "a folder", "a device", "too large"],
+)
+def test_an_allow_list_that_cannot_be_read_is_told_at_the_start(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    create_keys(tmp_path)
+    make(tmp_path / "authorized_clients" / "strange.pub")
+    with pytest.raises(ConfigError, match=r"strange\.pub of the allow-list cannot be read: "):
+        create_keys(tmp_path)

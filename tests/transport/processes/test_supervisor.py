@@ -232,6 +232,21 @@ def test_keys_and_allow_list_of_a_named_runtime_dir_survive_its_deployment(tmp_p
     assert sorted(p.name for p in where.rglob("*.*")) == ["client.key", "friend.pub", "server.key"]
 
 
+@pytest.mark.parametrize("taken", ["keys", "keys/server.key", "keys/authorized_clients"])
+def test_keys_that_cannot_be_written_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, taken: str) -> None:
+    where = tmp_path / "run"
+    (where / "keys").mkdir(parents=True, mode=0o700)
+    where.chmod(0o700)
+    if taken == "keys":
+        (where / taken).rmdir()
+    (where / taken).symlink_to("/nowhere")
+    supervisor = Supervisor([spec("serve")], runtime_dir=str(where), address="tcp://127.0.0.1", limits=LIMITS)
+    with pytest.raises(ResourceError, match=rf"cannot write the keys in {where}/keys: .*{taken}"):
+        supervisor.start()
+    assert (where / taken).is_symlink()
+    assert not caplog.text, "the error says it all"
+
+
 @pytest.mark.parametrize("what", ["deployment.json", "lock", "keys", "all of it", "damaged"])
 def test_what_a_cleaner_took_is_back_within_a_tick(what: str) -> None:
     with Supervisor([spec("serve")], address="tcp://127.0.0.1", limits=LIMITS) as supervisor:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
 from wavecore.transport.curve import CurveClient
-from wavecore.transport.errors import EngineDead, StartError, WavecoreError
+from wavecore.transport.errors import EngineDead, ResourceError, StartError, WavecoreError
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Address, Deployment, EngineEntry
@@ -81,13 +81,16 @@ class DeploymentWatch:
     def _read(self) -> Deployment | None:
         """The file, as far as it speaks of the engines that were there when this client was made.
 
-        None while a missing file may be a cleaner's work, which the supervisor undoes in its next tick.
+        None while it cannot be read for want of descriptors, or is missing and that may be a cleaner's work, which the
+        supervisor undoes in its next tick.
 
         Raises:
             StartError: it is missing for longer: the deployment was stopped.
         """
         try:
             found = deployment.read(self._runtime_dir)
+        except ResourceError:
+            return None
         except StartError:
             self._missing_since = self._missing_since or time.monotonic()
             if time.monotonic() - self._missing_since > GONE_SECONDS:

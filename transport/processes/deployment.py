@@ -6,6 +6,7 @@ the supervisor is gone: `read` asks the lock that lives exactly as long as the s
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ import psutil
 
 from wavecore.transport.addresses import engine_ports
 from wavecore.transport.curve import KeyPair
-from wavecore.transport.errors import ConfigError, ProtocolError, StartError
+from wavecore.transport.errors import ConfigError, ProtocolError, ResourceError, StartError
 from wavecore.transport.processes.runtime_dir import LOCK, is_held
 from wavecore.transport.small_files import read_small
 from wavecore.transport.wire.checks import MAX_TEXT, Checker, shown, table
@@ -171,6 +172,7 @@ def read(runtime_dir: str | Path | Address) -> Deployment:
 
     Raises:
         StartError: there is none, or the file is not one of ours.
+        ResourceError: this process has no descriptor left to read it.
         ConfigError: such an address, or its key file, cannot be.
     """
     if isinstance(runtime_dir, Address):
@@ -189,6 +191,8 @@ def read(runtime_dir: str | Path | Address) -> Deployment:
             f"no deployment at {path}: it was never started or has been stopped; start one with `wavecore engine`"
         ) from None
     except (OSError, ValueError, ProtocolError) as error:  # ValueError: a NUL in the path
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # says nothing of the file
+            raise ResourceError(f"cannot read {path}: {error.strerror}; close some, or raise `ulimit -n`") from error
         raise StartError(
             f"{path} is not a deployment file ({error}); name the runtime directory of a running engine"
         ) from error
@@ -214,6 +218,8 @@ def why_dead(runtime_dir: str | Path | Address, index: int, epoch: bytes) -> Cau
         return None
     try:
         entry = next((e for e in read(runtime_dir).engines if e.index == index), None)
+    except ResourceError:
+        return None
     except StartError:
         return Cause("engine_dead", f"the deployment in {runtime_dir} was stopped; what it had not finished is lost")
     if entry is not None and entry.state not in ("stopped", "failed", "dead"):

@@ -13,7 +13,7 @@ from tests.support.waiting import until
 from wavecore.frontend.client import deployment_watch
 from wavecore.frontend.client.client import EngineClient
 from wavecore.transport.curve import create_keys
-from wavecore.transport.errors import ConfigError, StartError
+from wavecore.transport.errors import ConfigError, ResourceError, StartError
 from wavecore.transport.processes import deployment
 
 
@@ -86,3 +86,26 @@ def test_a_file_that_is_missing_for_a_moment_is_not_the_end(world: World, monkey
     world.kill(0)
     assert world.notifier.wait(30) is mailbox
     until(lambda: not world.client.can_recover())
+
+
+def test_a_file_that_cannot_be_read_for_want_of_descriptors_says_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starved = True
+
+    def read_if_there_are_descriptors(runtime_dir: Path) -> deployment.Deployment:
+        if starved:
+            raise ResourceError("Too many open files")
+        return world.deployment.value
+
+    monkeypatch.setattr(world.deployment, "read", read_if_there_are_descriptors)
+    monkeypatch.setattr(deployment_watch, "GONE_SECONDS", 0.0)
+    mailbox = world.submit()
+    world.kill(0)
+    assert world.notifier.wait(0.1) is None
+    assert world.client.can_recover()
+    starved = False
+    until(lambda: not world.client.engines and world.client._engines[0].error, "the end of the engine")
+    world.pump.new_life(0)
+    until(lambda: len(world.pump.adds()) == 2, "the request, sent again")
+    assert not mailbox.ended

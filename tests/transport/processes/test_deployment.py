@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from wavecore.transport.errors import StartError
+from wavecore.transport.errors import ResourceError, StartError
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry, why_dead
 from wavecore.transport.processes.runtime_dir import RuntimeDir
@@ -71,6 +72,20 @@ def test_a_hostile_file_is_refused_by_name(folder: Path, text: str | bytes) -> N
     with pytest.raises(StartError, match=f"{folder}/deployment.json is not a deployment file"):
         deployment.read(folder)
     assert why_dead(folder, 0, bytes(16)) is not None
+
+
+def test_a_process_without_descriptors_learns_nothing_of_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment.write(folder, STATE)
+
+    def starved(path: Path, limit: int) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(deployment, "read_small", starved)
+    with pytest.raises(ResourceError, match=r"deployment\.json: Too many open files; close some, or raise"):
+        deployment.read(folder)
+    assert why_dead(folder, 0, bytes.fromhex(ENTRY.epoch)) is None
 
 
 @pytest.mark.parametrize("what", ["a folder", "a FIFO", "a device", "a link to nothing", "a link in a circle"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,26 @@ def read_text(path: Path) -> str:
     raise ModelError(f"{path} is over {MAX_BYTES >> 20} MiB, which no {path.name} should be")
 
 
+def named_path(name: str | Path) -> Path:
+    """The file or folder that a user means; there may be none. `~` is their home.
+
+    Raises:
+        ModelError: it may not be read, or no path can be so.
+    """
+    try:
+        path = Path(name).expanduser()
+        allowed = not path.exists() or os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK)
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of nobody known
+        raise ModelError(f"{str(name)[:200]!r} cannot be a path: {getattr(error, 'strerror', error)}") from error
+    if not allowed:
+        raise ModelError(f"{path} cannot be read: permission denied")
+    return path
+
+
 def unreadable(path: Path, reason: object) -> ModelError:
     """The error for a file that is not what its name says; one that Git LFS has not fetched yet is named as that."""
-    way_out = "download it again"
+    way_out = "" if isinstance(reason, OSError) else "; download it again"  # the system's own reason says enough
     with suppress(OSError), path.open("rb") as file:
         if file.read(64).startswith(b"version https://git-lfs"):
-            reason, way_out = "it is a Git LFS pointer, not the file itself", "run `git lfs pull` in its folder"
-    return ModelError(f"{path} cannot be read: {reason}; {way_out}")
+            reason, way_out = "it is a Git LFS pointer, not the file itself", "; run `git lfs pull` in its folder"
+    return ModelError(f"{path} cannot be read: {reason}{way_out}")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wavecore.engine_core.api.gguf_file import GgufFile, read_gguf
-from wavecore.engine_core.api.model_files import read_json
+from wavecore.engine_core.api.model_files import named_path, read_json
 from wavecore.engine_core.api.special_tokens import eos_token_id
 from wavecore.engine_core.models import gguf
 from wavecore.engine_core.models.families import from_config
@@ -71,7 +71,7 @@ def open_model(model: str, progress: Progress, tokenizer: str | None = None) -> 
         file, config = None, path / "config.json"
         spec, ids = from_config(read_json(config), config), end_token_ids(path)
     if tokenizer is not None:
-        ids += end_token_ids(Path(tokenizer).expanduser())
+        ids += end_token_ids(named_path(tokenizer))
     return ModelSource(path, spec, tuple(dict.fromkeys(i for i in ids if 0 <= i < spec.vocab_size)), file)
 
 
@@ -87,7 +87,7 @@ def resolve_model(model: str, progress: Progress = lambda _phase, _fraction: Non
     """
     if model == "default":
         return _fetch_default(progress)
-    path = Path(model).expanduser()
+    path = named_path(model)
     if not path.exists() and HUB_ID.fullmatch(model):
         path = _fetch_from_hub(model, progress)
     if path.is_file():

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from wavecore.engine_core.api.gguf_file import read_gguf
-from wavecore.engine_core.api.model_files import read_json, read_text, unreadable
+from wavecore.engine_core.api.model_files import named_path, read_json, read_text, unreadable
 from wavecore.engine_core.api.special_tokens import SpecialTokens, read_special_tokens
 from wavecore.frontend.text.chat_template import ChatTemplate
 from wavecore.frontend.text.gguf_tokenizer import WAY_OUT, named_tokens, tokenizer_from_gguf
@@ -28,7 +28,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ModelError: nothing there, or files that cannot be read; the message names the file.
         NotSupportedError: a kind of tokenizer that is not supported.
     """
-    path = Path(path).expanduser()
+    path = named_path(path)
     if not path.exists():
         raise ModelError(f"tokenizer {path} does not exist; name a folder, a tokenizer.json or a .gguf file")
     if path.suffix == ".gguf":

@@ -200,6 +200,18 @@ def test_nothing_there(tmp_path: Path) -> None:
             resolve_model(name)
 
 
+@pytest.mark.parametrize("name", ["x" * 400, "~nobody of this name/model"])
+def test_a_name_that_no_path_can_have(name: str) -> None:
+    with pytest.raises(ModelError, match="cannot be a path"):
+        resolve_model(name)
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # for root everything may
+    with pytest.raises(ModelError, match=f"{tmp_path} cannot be read: permission denied"):
+        resolve_model(str(tmp_path))
+
+
 OTHER_FORMS = [
     ([], r"lacks config\.json .it holds nothing.*folder with config\.json and weights, or a \.gguf file"),
     (["tokenizer.model"], r"lacks config\.json .it holds tokenizer\.model"),

@@ -25,6 +25,12 @@ TEXTS = [
 ]
 
 
+@pytest.mark.parametrize("name", ["x" * 400, "~nobody of this name/model"])
+def test_a_name_that_no_path_can_have(name: str) -> None:
+    with pytest.raises(ModelError, match="cannot be a path"):
+        load_tokenizer(name)
+
+
 def test_folder(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path))
     assert tokenizer.encode("The capital") == byte_level().encode("The capital").ids

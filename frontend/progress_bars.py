@@ -31,7 +31,11 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
 def _hidden() -> bool:
     """Bars are for people: a terminal or a notebook, not a log file."""
-    return (sys.stderr is None or not sys.stderr.isatty()) and "ipykernel" not in sys.modules
+    try:
+        for_people = sys.stderr is not None and sys.stderr.isatty()
+    except (AttributeError, ValueError):  # what a program put in its place, or closed
+        return True
+    return not for_people and "ipykernel" not in sys.modules
 
 
 class StartBar(_Bar):

@@ -21,7 +21,8 @@ def recover(
     fault: RequestFault | OutOfMemory, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo
 ) -> None:
     """A step failed, and the runner dropped every step in flight: end the request at fault and queue the others."""
-    logger.error("a step failed: %s", fault)
+    alone = isinstance(fault, OutOfMemory) and failed.num_tokens == 1  # tried again and again: nothing new
+    logger.log(logging.DEBUG if alone else logging.ERROR, "a step failed: %s", fault)
     error: WavecoreError = fault
     if isinstance(fault, RequestFault):
         request = requests.slots.requests[fault.slot]

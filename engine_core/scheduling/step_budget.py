@@ -49,7 +49,7 @@ class StepBudget:
             if self.failures:  # without an end: a prompt that takes many steps must be through before the next try
                 self._patience *= 2
             self.failures += 1
-        self.tokens = max(min(self.tokens, failed) // 2, 1)
+        before, self.tokens = self.tokens, max(min(self.tokens, failed) // 2, 1)
         self._changed_at = now
         self.hopeless = False
         if failed == 1:
@@ -57,7 +57,8 @@ class StepBudget:
             self._paused_until = now + min(FIRST_PAUSE * 2**self._alone, LONGEST_PAUSE)
             self.hopeless = now - self._alone_since >= ALONE_SECONDS
             self._alone = 0 if self.hopeless else self._alone + 1
-        logger.warning("steps are cut to %d tokens for now: one of %d ran out of memory", self.tokens, failed)
+        if self.tokens < before:
+            logger.warning("steps are cut to %d tokens for now: one of %d ran out of memory", self.tokens, failed)
 
     def step_fitted(self) -> None:
         """A step came back. Who held the memory may have let it go, so after a while full steps are tried."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +28,17 @@ def test_one_bar_that_only_grows(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     for words in ("fetching the model", "importing torch", "loading weights", "sizing the KV cache", "binding"):
         assert words in shown
     assert "%/s" not in shown and "s/%" not in shown
+
+
+@pytest.mark.parametrize("stream", ["closed", "a program's own", "none"])
+def test_any_standard_error_will_do(monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
+    closed = io.StringIO()
+    closed.close()
+    writer = SimpleNamespace(write=len, flush=list)
+    monkeypatch.setattr(sys, "stderr", {"closed": closed, "a program's own": writer, "none": None}[stream])
+    with StartBar(disable=False) as bar:
+        bar(0, "load", 0.5)
+        assert bar.disable
 
 
 def test_no_warning_in_a_notebook_without_widgets() -> None:

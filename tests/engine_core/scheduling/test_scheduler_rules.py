@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import sys
 from dataclasses import replace
@@ -589,6 +590,17 @@ def test_what_cannot_be_made_smaller_is_tried_for_seconds() -> None:
     assert 20 < tries < 80
     budget.shrink(1)  # another one begins anew
     assert not budget.hopeless
+
+
+def test_memory_that_stays_short_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    driver = small(replace(SCRIPT, faults={"oom_at_steps": list(range(40))}), num_gpu_blocks_override=60)
+    driver.add(0, prompt(0, 8), max_tokens=4)
+    sizes(driver)
+    driver.check_all()
+    cuts = [record for record in caplog.records if "steps are cut to" in record.getMessage()]
+    failures = [record for record in caplog.records if "a step failed" in record.getMessage()]
+    assert len(cuts) <= 6, "one a size"
+    assert len([record for record in failures if record.levelno >= logging.ERROR]) <= 6
 
 
 def test_steps_of_one_token_that_fail_are_tried_ever_less_often() -> None:

@@ -81,7 +81,7 @@ def _parsed(path: Path, parse: Callable[[dict[str, Any]], T]) -> T:
     values = read_json(path)
     try:
         return parse(values)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"{path}: its tokens are not in the form that they should have: {error!r:.200}") from error
 
 
@@ -101,4 +101,5 @@ def _token(value: Any, **flags: bool) -> Token:
     token = {"content": value} if isinstance(value, str) else value
     if not isinstance(token["content"], str):
         raise TypeError(f"{value!r:.80} is no token")
+    token["content"].encode()  # a lone surrogate is no text
     return {"content": token["content"], **{flag: bool(token[flag]) for flag in FLAGS if flag in token}, **flags}

@@ -59,6 +59,8 @@ class LengthBound:
         added, longest = backend.get_added_tokens_decoder(), [1] * 256
         for token in range(backend.get_vocab_size()):
             name = added[token].content if token in added else backend.id_to_token(token) or ""
+            if token in added and added[token].normalized and backend.normalizer is not None:
+                name = max(name, backend.normalizer.normalize_str(name), key=len)  # what it is found by in a text
             data = token_bytes(name) if self._byte_level and token not in added else name.encode()
             for byte in {*data, *(b" " if "\u2581" in name else b"")}:  # which may stand for a space
                 longest[byte] = max(longest[byte], len(data))

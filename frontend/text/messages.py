@@ -72,6 +72,9 @@ def conversation_json(messages: Any, tools: Any, variables: Any) -> str:
         raise ValidationError("messages", 'must be a list of at least one {"role": ..., "content": ...}')
     if tools is not None:
         tools = [_schema(t) if isroutine(t) else t for t in OF_REQUEST.entries("tools", tools, MAX_TOOLS)]
+        for tool in tools:
+            if isinstance(tool, str | int | float | list | tuple | None):
+                raise ValidationError("tools", f"must hold schemas or functions, not {shown(tool)}")
     found = [_message(i, message) for i, message in enumerate(listed)]
     length = sum(len(message["content"]) for message in found if isinstance(message.get("content"), str))
     if length <= MAX_CHARACTERS:

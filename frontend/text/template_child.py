@@ -177,6 +177,8 @@ def main(seconds: int, memory: int) -> None:
 
 
 def _answer(kind: str, answer: str | list[str]) -> None:
+    if isinstance(answer, str):  # an error is to be printed, so it holds no lone surrogates
+        answer = answer.encode("utf-8", "replace").decode()
     sys.stdout.write(json.dumps([kind, answer]) + "\n")
     sys.stdout.flush()
 

@@ -282,3 +282,7 @@ class Tokenizer:
             return encoding.ids
         except (UnicodeError, TypeError) as error:
             raise ValidationError("prompt", f"is not valid Unicode text: {error!s:.200}") from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of tokenizers' Rust code; it has no class to import
+                raise
+            raise ValidationError("prompt", f"the tokenizer ({self.origin}) fails at it: {error!s:.200}") from error

@@ -229,6 +229,9 @@ def test_others_render_while_a_template_hangs(monkeypatch: pytest.MonkeyPatch) -
 def test_a_refusal_is_told_as_it_is() -> None:
     with pytest.raises(ValidationError, match="messages: the chat template refused them: roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValidationError, match=r"messages: the chat template refused them: \?") as told:
+        render("{{ raise_exception('\\ud800') }}")
+    assert str(told.value).encode()  # it can be printed
 
 
 def test_what_is_wrong_with_a_template_is_told_by_whose_it_is() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.support.tokenizers_for_tests import CORPUS, byte_level, sentencepiece
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
@@ -29,6 +29,10 @@ def tokenizers() -> dict[str, Tokenizer]:
     found["metaspace"] = copied(sentencepiece())
     found["metaspace"].normalizer = None
     found["metaspace"].pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    found["normalized tokens"] = copied(
+        sentencepiece()
+    )  # they are found as the normalizer writes them, which is longer
+    found["normalized tokens"].add_tokens([AddedToken(" " * 8, normalized=True), AddedToken("▁" * 6, normalized=True)])
     found["strips"] = copied(byte_level())
     found["strips"].normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
     found["collapses"] = copied(byte_level())
@@ -42,7 +46,7 @@ def tokenizers() -> dict[str, Tokenizer]:
     return found
 
 
-CERTAIN = ("byte level", "byte fallback", "composing", "takes white space", "metaspace")
+CERTAIN = ("byte level", "byte fallback", "composing", "takes white space", "metaspace", "normalized tokens")
 TEXTS = st.lists(
     st.sampled_from(
         [*CORPUS, " " * 40, "a" * 40, "<end>", "<|im_end|>", "e\u0301", "\u1112\u1161\u11ab", "▁", "\n", "é"]
@@ -52,6 +56,7 @@ TEXTS = st.lists(
 
 
 @pytest.mark.parametrize("name", tokenizers())
+@example(text="▁" * 140)
 @given(text=TEXTS | st.text())
 def test_it_is_never_wrong(name: str, text: str) -> None:
     tokenizer = tokenizers()[name]

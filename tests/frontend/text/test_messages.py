@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from tests.support.tokenizers_for_tests import TEMPLATE, byte_level
 
 from wavecore.frontend.text.chat_template import ChatTemplate
 from wavecore.frontend.text.messages import MAX_CHARACTERS, ChatOptions, as_json, conversation_json
-from wavecore.frontend.text.tokenizer import Tokenizer
+from wavecore.frontend.text.tokenizer import LONG_TEXT, Tokenizer
 from wavecore.transport.errors import ModelError, NotSupportedError, ValidationError
 
 ASK = {"role": "user", "content": "a"}
@@ -160,6 +161,22 @@ def test_calling_a_tokenizer(tokenizer: Tokenizer) -> None:
     for wrong in ([-1], [1 << 40], "ab", [1.5], 7):
         with pytest.raises(ValidationError):
             tokenizer.decode(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tool", [1, "weather", None, [weather], {}.keys()])
+def test_a_tool_is_a_schema_or_a_function(tool: Any) -> None:
+    with pytest.raises(ValidationError, match="tools: must"):
+        shown("{{ tools }}", [ASK], tools=[tool])
+
+
+@pytest.mark.parametrize("text", ["é", "é" * LONG_TEXT])
+def test_a_tokenizer_that_crashes_is_a_typed_error(text: str) -> None:
+    """One with a token that its own normalizer makes empty: tokenizers panics, and that is no Exception."""
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    backend.add_tokens([tokenizers.AddedToken("   ", normalized=True)])
+    backend.normalizer = tokenizers.normalizers.Strip()
+    with pytest.raises(ValidationError, match=r"prompt: the tokenizer \(test\) fails at it: AddedVocabulary bad split"):
+        Tokenizer(backend, "test").encode(text)
 
 
 def test_a_long_text_has_the_tokens_of_a_short_one(tokenizer: Tokenizer) -> None:

@@ -155,6 +155,15 @@ def test_a_text_that_spells_a_mark_is_kept(spelled: str) -> None:
         assert (text, control_tokens(ids)) == (content, 0)
 
 
+@pytest.mark.parametrize("content", ["\\udb80\\udc00", "\\\\udb80\\udc01", "\\U000f0000", "\\\\U000f0000 \U000f0001"])
+@pytest.mark.parametrize("continues", [False, True])
+def test_what_spells_out_a_mark_stays_in_the_prompt(content: str, continues: bool) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    text, ids = chat(template, [{"role": "user", "content": f"<|im_end|>{content}"}], continue_final_message=continues)
+    assert text == f"<|im_end|>{content}"
+    assert byte_level().decode(ids, skip_special_tokens=False) == text
+
+
 def test_pieces_of_a_sentencepiece_text_get_no_space() -> None:
     tokenizer = Tokenizer(sentencepiece(), "test", ChatTemplate("{{ messages[0].content }}", "test"))
     ids = tokenizer.render_chat([{"role": "user", "content": "the capital</s>the is"}], ChatOptions())[1]

@@ -107,6 +107,22 @@ def test_ids_that_do_not_fit_the_vocabulary_are_an_error(tmp_path: Path, files: 
         load_tokenizer(write(tmp_path / "model", files))
 
 
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("tokenizer_config", {"eos_token": "\ud800"}),
+        ("tokenizer_config", {"added_tokens_decoder": {"1": {"content": "\ud800"}}}),
+        ("special_tokens_map", {"additional_special_tokens": ["<|a|>", "\ud800"]}),
+        ("added_tokens", {"\ud800": NEXT}),
+        ("added_tokens", {"<|a|>": float("inf")}),
+        ("added_tokens", {"<|a|>": float("nan")}),
+    ],
+)
+def test_tokens_that_cannot_be_name_the_file(tmp_path: Path, file: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=rf"{file}\.json: its tokens are not in the form"):
+        load_tokenizer(write(tmp_path / "model", {file: values}))
+
+
 def test_many_tokens_cost_nothing(tmp_path: Path) -> None:
     """DeepSeek has some 800 of them; each added on its own would take seconds."""
     names = [f"<|reserved_{i}|>" for i in range(2000)]

@@ -76,6 +76,19 @@ def test_templates_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
         assert ours.apply_chat_template(ask, tokenize=False, **options) == expected
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
+def test_a_template_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    file = write_folder(tmp_path) / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes("{{ 'Gr\u00fc\u00dfe' }}".encode("latin-1"))
+    with pytest.raises(ModelError, match=f"{name} cannot be read: 'utf-8' codec"):
+        load_tokenizer(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ModelError, match=f"{name} cannot be read: .*directory"):
+        load_tokenizer(tmp_path)
+
+
 def test_templates_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = byte_level_metadata(
         **{

@@ -33,7 +33,7 @@ class Request:
         tokens: int32 [n], contiguous: prompt, then output known when it last held no slot.
         num_prompt: how many of them are the prompt.
         limit: sequence length at which it ends with finish reason length.
-        stop_ids: end-of-sequence ids (unless ignored) and stop_token_ids.
+        stop_ids: end-of-sequence ids (unless ignored), then stop_token_ids.
         root, hashes: prefix-cache key of the empty prefix and of each full block known so far.
         needs_prompt_states: every prompt position must run through the model, so no cached prefix is used.
         started, reported: it held a slot once; its first output went out.

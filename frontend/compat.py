@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,14 +20,24 @@ from wavecore.engine_core.api import custom_ops
 from wavecore.engine_core.api.config import CHECKS, EngineConfig
 from wavecore.engine_core.api.fields import defaults
 from wavecore.transport.errors import ConfigError, NotSupportedError
+from wavecore.transport.wire.checks import shown
+
+logger = logging.getLogger(__name__)
 
 _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 RENAMED: Mapping[str, str] = _TABLES["renamed"]
 """vLLM's or SGLang's spelling of a setting -> ours."""
 FOREIGN: Mapping[str, Mapping[str, Any]] = _TABLES["settings"]
-"""A setting that is vLLM's alone -> "allowed": values that ask for nothing, "otherwise": the way out."""
+"""A setting of vLLM -> "default" there, "allowed": other values that ask for nothing, "otherwise": the way out.
+
+Of a setting that is ours, too, only the default."""
+FOREIGN_SAMPLING: Mapping[str, Mapping[str, Any]] = _TABLES["sampling"]
+"""A sampling parameter that is vLLM's alone -> the same."""
+ANY = "any"
 FOREIGN_SWITCHES = frozenset(
-    name for name, rule in FOREIGN.items() if all(isinstance(value, bool) for value in rule.get("allowed", [None]))
+    name
+    for name, rule in FOREIGN.items()
+    if any(isinstance(value, bool) for value in (rule.get("default"), *rule.get("allowed", ())))
 )
 GROUPS = frozenset(_TABLES["groups"])
 """Headings under which other systems' files keep their settings; ours need none."""
@@ -65,9 +76,11 @@ def read_settings(values: Mapping[str, Any], where: str, otherwise: str) -> dict
             settings |= read_settings(value, f" of {given}{where}", otherwise)
         elif name in settings:
             raise ConfigError(f"{given}{where} is given twice")
+        elif asks_for_nothing(name, value):
+            continue
         elif name in SETTINGS:
             settings[name] = checked(name, value, f"{given}{where}")
-        elif not asks_for_nothing(name, value):
+        else:
             raise ConfigError(f"unknown setting {given}{where}{did_you_mean(name, SETTINGS, otherwise)}")
     return settings
 
@@ -161,12 +174,24 @@ def asks_for_nothing(name: str, value: Any) -> bool:
     Raises:
         NotSupportedError: it asks for more.
     """
+    if name in SETTINGS:
+        return value is None and not _fits(name, None)  # vLLM's "choose for me", which is our default
     if name not in FOREIGN:
         return False
-    if any(value is allowed or value == allowed for allowed in FOREIGN[name].get("allowed", ())):
-        return True
-    way_out = FOREIGN[name].get("otherwise", "not supported in this version")
-    raise NotSupportedError(f"{name}={value!r:.60}: {way_out}")
+    if note := FOREIGN[name].get("note") if value else None:
+        logger.warning("%s=%.60r: %s", name, value, note)
+    check_foreign(FOREIGN, name, value)
+    return True
+
+
+def check_foreign(table: Mapping[str, Mapping[str, Any]], name: str, value: Any) -> None:
+    """Raises:
+    NotSupportedError: a setting or sampling parameter of vLLM asks for what is not here; with the way out.
+    """
+    rule = table[name]
+    allowed = rule.get("allowed", ())
+    if allowed != ANY and not any(value is one or value == one for one in (None, rule.get("default"), *allowed)):
+        raise NotSupportedError(f"{name}={shown(value)}: {rule.get('otherwise', 'not supported in this version')}")
 
 
 def refused(kind: Literal["methods", "classes", "commands"], name: str) -> NotSupportedError | None:

@@ -4,7 +4,7 @@
     +-- ConfigError             a setting that cannot work (also a ValueError)
     +-- ModelError              model files: missing, truncated, unknown, unsafe (also a ValueError)
     +-- ValidationError         one request's value is out of bounds (also a ValueError)
-    +-- NotSupportedError       a known feature that this version refuses by name
+    +-- NotSupportedError       a known feature that this version refuses by name (also a ValueError)
     +-- ProtocolError           bytes on a wire that break the protocol
     |   +-- MessageTooLarge     refused before sending: the peer would be cut off without a word
     +-- RequestError            one request ended without its answer
@@ -79,7 +79,7 @@ class ValidationError(WavecoreError, ValueError):
         self.field = field
 
 
-class NotSupportedError(WavecoreError):
+class NotSupportedError(WavecoreError, ValueError):
     """Something that exists elsewhere, in vLLM say, and not in this version; refused by name.
 
     The message says what to use in its place.

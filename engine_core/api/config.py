@@ -20,6 +20,7 @@ from wavecore.transport.wire.checks import Checker
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority", "hybrid"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 8192  # defaults
 # Bounds of settings; above the most of a whole number an engine would only die later, of memory
 COUNT = Bounds(1, (1 << 63) - 1)
 ABOVE_ZERO = Bounds(0.0, math.inf, above=True)
@@ -41,7 +42,8 @@ class EngineConfig:
         seed: base of random seeds for requests without one; None draws entropy.
         max_model_len: longest sequence, prompt and output together; None takes the model's, of LongRoPE the original.
         max_num_seqs: requests that run at once (rows of the batch).
-        max_num_batched_tokens: token budget of one step. On a CPU steps take less of it: about a second of work.
+        max_num_batched_tokens: token budget of one step, at least a token a row: where only one of the two is given,
+            the other one's default gives way. On a CPU steps take less of it: about a second of work.
         max_inter_token_ms: target for the gap between two tokens of a request. A step with decoding rows holds only as
             many prompt tokens as fit into this time, judged by the steps before; where decoding alone takes more
             than half of it, prompts get as much time again. None gives prompts the whole budget. Needs
@@ -97,8 +99,8 @@ class EngineConfig:
     device: str = "auto"
     seed: Annotated[int | None, SEED] = None
     max_model_len: Annotated[int | None, Bounds(1, 1 << 24)] = None
-    max_num_seqs: Annotated[int, Bounds(1, 1 << 16)] = 256
-    max_num_batched_tokens: Annotated[int, Bounds(1, 1 << 22)] = 8192
+    max_num_seqs: Annotated[int, Bounds(1, 1 << 16)] = MAX_NUM_SEQS
+    max_num_batched_tokens: Annotated[int, Bounds(1, 1 << 22)] = MAX_NUM_BATCHED_TOKENS
     max_inter_token_ms: Annotated[float | None, ABOVE_ZERO] = 200.0
     enable_chunked_prefill: bool = True
     block_size: Annotated[int | None, Bounds(1, 1 << 16)] = None
@@ -136,7 +138,13 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
                 raise NotSupportedError(f"{name}={getattr(self, name)}: only 1 is supported in this version")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens >= self.max_num_seqs:
+            return
+        if self.max_num_seqs == MAX_NUM_SEQS:
+            object.__setattr__(self, "max_num_seqs", self.max_num_batched_tokens)
+        elif self.max_num_batched_tokens == MAX_NUM_BATCHED_TOKENS:
+            object.__setattr__(self, "max_num_batched_tokens", self.max_num_seqs)
+        else:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
                 "a step of all running requests would not fit; raise the one or lower the other"

@@ -18,7 +18,7 @@ from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import MAX_TOKEN_ID, OF_REQUEST, shown
 
 MAX_N = 128
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 128
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 128
@@ -78,7 +78,7 @@ class SamplingParams(WireFields):
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches top_p (nucleus, arXiv 1904.09751).
         min_p: drop tokens below min_p times the largest probability (arXiv 2407.01082).
-        seed: None draws fresh entropy; the effective seed is reported back.
+        seed: None or -1 draws fresh entropy; the effective seed is reported back.
         presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens of the output.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen (arXiv 1909.05858).
         logit_bias: added to the logits of these token ids.
@@ -93,7 +93,7 @@ class SamplingParams(WireFields):
         min_tokens: no stop before this many output tokens.
         max_tokens: None runs to the context length.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
-        logprobs, prompt_logprobs: how many alternatives to report, by the raw model distribution.
+        logprobs, prompt_logprobs: how many alternatives to report, by the raw model distribution; True is 1.
         skip_special_tokens, spaces_between_special_tokens, detokenize: how the frontend renders text.
     """
 
@@ -124,7 +124,12 @@ class SamplingParams(WireFields):
     detokenize: bool = True
 
     def __post_init__(self, best_of: int | None) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(value := getattr(self, name), bool):
+                self._put(name, int(value) or None)
         make_plain(self, _CHECKS)
+        if self.seed == -1:
+            self._put("seed", None)
         if best_of is not None and OF_REQUEST.whole("best_of", best_of, 1, MAX_N) != self.n:
             way_out = "ask for that many as n, with logprobs=0, and keep those of the highest cumulative_logprob"
             raise ValidationError("best_of", f"must be n, {self.n}, not {best_of}; {way_out}")

@@ -77,8 +77,9 @@ def _report(requests: Requests, sampled: Index, tokens: I32, finish: U8, rows: I
         requests.stop_timer(request, "first_token_timeout")
     s.first[sampled] = False
     for i in (finish == FinishReason.STOP).nonzero()[0].tolist():
-        token = int(tokens[i])
-        if token in (s.at(int(sampled[i])).params.stop_token_ids or ()):
+        token, request = int(tokens[i]), s.at(int(sampled[i]))
+        told = len(request.params.stop_token_ids or ())
+        if request.stop_ids.index(token) >= len(request.stop_ids) - told:  # the model's own, which come first, are none
             extras.setdefault(i, {})["stop_token"] = token
     if result.logprobs:
         place = {row: i for i, row in enumerate(rows.tolist())}

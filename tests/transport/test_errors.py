@@ -42,3 +42,9 @@ def test_what_the_machine_refuses_is_a_resource(number: int) -> None:
     found = as_wavecore_error(OSError(number, "no", "/a/file"))
     assert type(found) is ResourceError
     assert "/a/file" in str(found)
+
+
+@pytest.mark.parametrize("kind", ["ConfigError", "ModelError", "ValidationError", "NotSupportedError"])
+def test_what_refuses_a_value_is_a_value_error(kind: str) -> None:
+    """As in vLLM: programs write `except ValueError` around whatever takes their values."""
+    assert issubclass(getattr(errors, kind), ValueError)

@@ -54,3 +54,17 @@ def test_numbers_become_plain_and_travel_as_json() -> None:
     config = EngineConfig(max_num_seqs=np.int64(8), step_timeout=math.inf, swap_space_gib=4)  # type: ignore[arg-type]
     assert type(config.max_num_seqs) is int and type(config.swap_space_gib) is float
     assert EngineConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "seqs", "tokens"),
+    [
+        ({"max_num_batched_tokens": 48}, 48, 48),
+        ({"max_num_seqs": 9000}, 9000, 9000),
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 4}, 4, 4),
+        ({}, 256, 8192),
+    ],
+)
+def test_the_default_that_was_not_given_gives_way(given: dict[str, int], seqs: int, tokens: int) -> None:
+    config = EngineConfig(**given)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)

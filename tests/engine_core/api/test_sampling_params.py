@@ -89,3 +89,14 @@ def test_what_comes_from_a_wire_is_taken_or_refused(fields: dict[str, Any]) -> N
     except ValidationError:
         return
     assert SamplingParams.from_wire(params.to_wire()) == params
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_true_asks_for_one_alternative_and_false_for_none(name: str) -> None:
+    assert getattr(SamplingParams(**{name: True}), name) == 1
+    assert getattr(SamplingParams(**{name: False}), name) is None
+
+
+def test_a_seed_of_minus_one_is_random() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-2).seed == -2

@@ -395,6 +395,15 @@ def test_stop_rules() -> None:
     assert [driver.extras[h].get("stop_token") for h in range(6)] == [None, 9, None, 4, None, None]
 
 
+def test_the_model_s_own_end_is_no_stop_reason_where_it_is_listed_too() -> None:
+    driver = SchedulerDriver(Script(vocab_size=50, eos_token_id=[7, 8], scripts={"1": [5, 8, 6, 9]}))
+    driver.add(0, [1], max_tokens=10, stop_token_ids=[9, 8])
+    driver.add(1, [1], max_tokens=10, stop_token_ids=[9, 8], ignore_eos=True)
+    driver.run()
+    assert driver.outputs == {0: [5, 8], 1: [5, 8]}
+    assert [driver.extras[h].get("stop_token") for h in range(2)] == [None, 8]
+
+
 def test_one_request_with_many_stop_ids_costs_others_nothing_once_it_left() -> None:
     driver = small(num_gpu_blocks_override=60)
     driver.add(0, prompt(0, 3), max_tokens=9, stop_token_ids=[90, 91])

@@ -43,6 +43,7 @@ PromptType = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
 _KNOWN = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "parse_special"})
 _REFUSED = {
     "multi_modal_data": "images, audio and video are not supported",
+    "multi_modal_uuids": "images, audio and video are not supported",
     "mm_processor_kwargs": "images, audio and video are not supported",
     "encoder_prompt": "encoder-decoder models are not supported",
     "decoder_prompt": "encoder-decoder models are not supported",
@@ -71,7 +72,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     Raises:
         ValidationError: no prompts, or a malformed one.
     """
-    if isinstance(prompts, str | Mapping) or _are_ids(prompts):
+    if isinstance(prompts, str | Mapping | Prompt) or _are_ids(prompts):
         return [as_prompt(prompts)]
     if not isinstance(prompts, Sequence):
         raise ValidationError("prompts", f"must be a prompt or a list of prompts, not {type(prompts).__name__}")
@@ -85,6 +86,8 @@ def as_prompt(prompt: Any) -> Prompt:
         ValidationError: empty or malformed.
         NotSupportedError: a form of a model kind that is not supported.
     """
+    if isinstance(prompt, Prompt):
+        return prompt
     if isinstance(prompt, str):
         return Prompt(text=_text(prompt))
     if _are_ids(prompt) or (isinstance(prompt, Sequence) and not prompt):
@@ -92,9 +95,9 @@ def as_prompt(prompt: Any) -> Prompt:
     if not isinstance(prompt, Mapping):
         raise ValidationError("prompt", f"must be text, token ids or a dictionary, not {type(prompt).__name__}")
     for name in prompt:
-        if name in _REFUSED:
+        if name in _REFUSED and prompt[name] is not None:
             raise NotSupportedError(f"{name}: {_REFUSED[name]}")
-        if name not in _KNOWN:
+        if name not in _KNOWN | _REFUSED.keys():
             raise ValidationError("prompt", f"unknown key {name!r:.40}; known are {', '.join(sorted(_KNOWN))}")
     salt = prompt.get("cache_salt")
     if prompt.get("prompt_embeds") is not None:

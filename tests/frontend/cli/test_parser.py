@@ -280,12 +280,12 @@ def test_refused_before_an_engine_is_started(
 
 
 def test_flags_of_vllm_are_refused_by_name() -> None:
-    with pytest.raises(NotSupportedError, match=r"trust_remote_code.*never run"):
-        parse("--trust-remote-code")
+    with pytest.raises(NotSupportedError, match=r"enable_lora.*merge the adapter"):
+        parse("--enable-lora")
     with pytest.raises(NotSupportedError, match=r"quantization.*GGUF"):
         parse("--quantization", "awq")
     with pytest.raises(NotSupportedError, match="hf_overrides"):
-        parse("--hf-overrides", "{}")
+        parse("--hf-overrides", '{"a": 1}')
 
 
 def test_flags_of_vllm_that_ask_for_nothing() -> None:

@@ -1,0 +1,150 @@
+"""Beam search: one greedy token a beam and step, with log-probabilities; the prefix cache holds what beams share.
+
+The rules are those of transformers' `generate(num_beams=...)` with its defaults, which vLLM follows, too.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+from tqdm import tqdm
+
+from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
+from wavecore.frontend.client.offline import run_batch
+from wavecore.frontend.client.service import Service
+from wavecore.frontend.outputs import FinishName, PositionLogprobs, RequestOutput
+from wavecore.frontend.prompts import Prompt, token_ids
+from wavecore.frontend.vllm.params import BeamSearchParams, refuse_extras
+from wavecore.transport.errors import ValidationError
+from wavecore.transport.wire.checks import MAX_TOKEN_ID, OF_REQUEST
+
+
+@dataclass
+class BeamSearchSequence:
+    """One beam.
+
+    Attributes:
+        tokens: the prompt's ids and the beam's.
+        logprobs: for each token of the beam, what was likely there.
+        cum_logprob: of the beam's tokens together.
+        text: of all tokens; None without a tokenizer.
+        finish_reason: "stop" where an end-of-sequence token ended it, else "length".
+    """
+
+    orig_prompt: Prompt
+    tokens: list[int]
+    logprobs: list[PositionLogprobs]
+    lora_request: None = None
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: FinishName | None = None
+    stop_reason: None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The best beams of one prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def beam_search(
+    service: Service, prompts: Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool, at_once: int | None
+) -> list[BeamSearchOutput]:
+    """Search for each prompt.
+
+    Args:
+        at_once: prompts that are searched for together; None for all.
+
+    Raises:
+        ValidationError: a value out of bounds; a prompt of embeddings.
+        WavecoreError: a request failed.
+    """
+    refuse_extras(structured_outputs=params.structured_outputs, allowed_token_ids=params.allowed_token_ids)
+    eos = () if params.ignore_eos else tuple(service.resolved["eos_token_ids"])
+    keep = max(2, 1 + len(eos))
+    width = OF_REQUEST.whole("beam_width", params.beam_width, 1, MAX_LOGPROBS // keep)
+    steps = OF_REQUEST.whole("max_tokens", params.max_tokens, 1, MAX_TOKEN_ID)
+    searches = [_Search(service, service.encode(prompt), params, width, keep * width, eos) for prompt in prompts]
+    at_once = len(searches) if at_once is None else OF_REQUEST.whole("concurrency_limit", at_once, 1, MAX_TOKEN_ID)
+    for begin in range(0, len(searches), at_once):
+        part = searches[begin : begin + at_once]
+        with tqdm(total=steps, desc="Beam search", unit="token", disable=not use_tqdm) as bar:
+            while any(search.running for search in part):
+                _advance(service, part)
+                bar.update()
+    return [BeamSearchOutput(search.best()) for search in searches]
+
+
+def _advance(service: Service, searches: list[_Search]) -> None:
+    """One more token for every beam."""
+    requests = [
+        service.prepare(Prompt(ids=token_ids(beam.tokens), cache_salt=search.prompt.cache_salt), search.step)
+        for search in searches
+        for beam in search.running
+    ]
+    outputs = iter(run_batch(service, requests, use_tqdm=False))
+    for search in searches:
+        search.extend([next(outputs) for _ in search.running])
+
+
+class _Search:
+    """The beams of one prompt.
+
+    Args:
+        keep: the most likely ones that are looked at in each step: so many that `width` of them go on, even if each
+            beam's likeliest tokens end it.
+    """
+
+    def __init__(
+        self, service: Service, prompt: Prompt, params: BeamSearchParams, width: int, keep: int, eos: tuple[int, ...]
+    ) -> None:
+        if prompt.ids is None:
+            raise ValidationError("prompt", "must be text or token ids for a beam search")
+        self.prompt = prompt
+        self.running = [BeamSearchSequence(prompt, prompt.ids.tolist(), [])]
+        self.step = SamplingParams(max_tokens=1, temperature=0.0, logprobs=keep, detokenize=False, ignore_eos=True)
+        self._finished: list[tuple[float, BeamSearchSequence]] = []  # with their scores, the best first
+        self._params, self._width, self._keep, self._eos = params, width, keep, eos
+        self._num_prompt = len(prompt.ids)
+        self._longest = min(self._num_prompt + params.max_tokens, service.max_model_len)
+        self._tokenizer = service.tokenizer
+
+    def extend(self, outputs: list[RequestOutput]) -> None:
+        """Take in the next token's log-probabilities of each running beam."""
+        likely: list[tuple[float, int, int]] = []  # log-probability together, beam, token
+        positions: list[PositionLogprobs] = []
+        for i, (beam, output) in enumerate(zip(self.running, outputs, strict=True)):
+            if output.error is not None:
+                raise output.error
+            positions += output.outputs[0].logprobs or []
+            likely += [(beam.cum_logprob + entry.logprob, i, token) for token, entry in positions[i].items()]
+        beams, self.running = self.running, []
+        for rank, (total, i, token) in enumerate(heapq.nlargest(self._keep, likely, key=itemgetter(0))):
+            beam = BeamSearchSequence(
+                self.prompt, [*beams[i].tokens, token], [*beams[i].logprobs, positions[i]], cum_logprob=total
+            )
+            beam.finish_reason = "stop" if token in self._eos else "length"
+            if token in self._eos or len(beam.tokens) == self._longest:
+                if rank < self._width:
+                    self._finished.append((self._score(beam), beam))
+            elif len(self.running) < self._width:
+                self.running.append(beam)
+        self._finished = sorted(self._finished, key=itemgetter(0), reverse=True)[: self._width]
+        full = len(self._finished) == self._width
+        if full and self.running and self._score(self.running[0]) <= self._finished[-1][0]:
+            self.running = []  # what can still come is taken to be no better
+
+    def best(self) -> list[BeamSearchSequence]:
+        beams = [beam for _, beam in self._finished]
+        for beam in beams:
+            if self._tokenizer is not None:
+                beam.text = self._tokenizer.decode(beam.tokens, self._params.skip_special_tokens)
+        return beams
+
+    def _score(self, beam: BeamSearchSequence) -> float:
+        length = len(beam.tokens) - self._num_prompt
+        return beam.cum_logprob / float(length**self._params.length_penalty)

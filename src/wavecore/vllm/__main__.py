@@ -1,0 +1,10 @@
+"""`python -m wavecore.vllm SCRIPT [ARGUMENTS]`: as `wavecore run-vllm`."""
+
+from __future__ import annotations
+
+import sys
+
+from wavecore.frontend.cli.run_vllm import run
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

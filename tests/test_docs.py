@@ -14,7 +14,7 @@ from documents import ROOT
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
-@pytest.mark.parametrize("script", ["file_table", "settings_page"])
+@pytest.mark.parametrize("script", ["file_table", "settings_page", "vllm_page"])
 def test_made_from_the_code(script: str) -> None:
     run = subprocess.run([sys.executable, f"scripts/{script}.py", "--check"], cwd=ROOT, check=False)
     assert run.returncode == 0, f"run scripts/{script}.py"

@@ -183,6 +183,5 @@ class Choice:
 
     def _read(self, tokens: Sequence[int], detokenizer: Detokenizer, stops: StopStrings) -> None:
         text = detokenizer.feed(tokens)
-        # Text of the first min_tokens tokens is no place for a stop.
-        self._pieces.append(stops.feed(text) if len(self.emitted) > self._min_tokens else text)
+        self._pieces.append(stops.feed(text, may_end=len(self.emitted) > self._min_tokens))
         self._num_pieces += 1

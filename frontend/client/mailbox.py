@@ -64,7 +64,7 @@ class Mailbox:
         self._embedding: npt.NDArray[np.float32] | None = None
         params = request.params
         self.kind = kind
-        self._decode = None if tokenizer is None else tokenizer.decode_token
+        self._decode = tokenizer.decode_token if tokenizer is not None and params.detokenize else None
         self._prompt_ids: list[int] = request.prompt.tolist()
         end_of_prompt = self._prompt_ids[-CONTEXT:]
         self._special_stops: Mapping[Any, str] = {} if tokenizer is None else tokenizer.special_stops(params)

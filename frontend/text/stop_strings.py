@@ -25,14 +25,19 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
-    def feed(self, text: str) -> str:
-        """Text that may be shown now; after a stop string is found, the last of it."""
+    def feed(self, text: str, may_end: bool = True) -> str:
+        """Text that may be shown now; after a stop string is found, the last of it.
+
+        Args:
+            may_end: False for text of the first min_tokens: a stop string that is complete in it is text as any other.
+        """
         if not self._held and self._firsts.isdisjoint(text):  # nearly every call
             return text
+        known = len(self._held)
         text = self._held + text
         match: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = text.find(stop)
+        for stop in self._stops if may_end else ():
+            start = text.find(stop, max(0, known - len(stop) + 1))  # what was complete before was not to end it
             if start >= 0 and (match is None or (start + len(stop), start) < match[:2]):
                 match = (start + len(stop), start, stop)
         if match is not None:

@@ -22,6 +22,7 @@ from wavecore.frontend.text.length_bound import LengthBound
 from wavecore.frontend.text.messages import ChatOptions, Tools, conversation_json
 from wavecore.frontend.text.special_text import SpecialText
 from wavecore.frontend.text.template_process import TemplateProcesses
+from wavecore.frontend.text.tokenizer_calls import TokenizerCalls
 from wavecore.transport.errors import NotSupportedError, ValidationError
 from wavecore.transport.wire.checks import OF_REQUEST
 
@@ -30,16 +31,8 @@ LONG_TEXT = 2000  # characters; encoding more must not hold up this program's ot
 SHORT_TOKEN = 4  # characters; a text of fewer a token is encoded without a look at its least length
 
 
-class Encoded(dict[str, Any]):
-    """What calling a tokenizer gives."""
-
-    @property
-    def input_ids(self) -> Any:
-        return self["input_ids"]
-
-
 @dataclass(frozen=True)
-class Tokenizer:
+class Tokenizer(TokenizerCalls):
     """Tokenizer and chat template of a model.
 
     Attributes:
@@ -76,12 +69,6 @@ class Tokenizer:
         ids = self._encode_pieces(self._special_text.apart(text))
         before, after = self._around if add_special_tokens else ([], [])
         return [*before, *ids, *after]
-
-    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
-        """`tokenizer(text)["input_ids"]` and `.input_ids`, as in transformers."""
-        if isinstance(text, str):
-            return Encoded(input_ids=self.encode(text, add_special_tokens))
-        return Encoded(input_ids=[self.encode(t, add_special_tokens) for t in text])
 
     def apply_chat_template(
         self,
@@ -176,21 +163,24 @@ class Tokenizer:
 
     # --- ids to text ---------------------------------------------------------------------------------------------
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids without a token are skipped.
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        """Text of token ids (a list, an array, a tensor, or one id); ids without a token are skipped.
 
         Raises:
-            ValidationError: no list of token ids.
+            ValidationError: no token ids.
         """
-        checked = OF_REQUEST.token_ids("ids", ids, MAX_DECODE)
+        given = ids.tolist() if hasattr(ids, "tolist") else ids
+        checked = OF_REQUEST.token_ids("ids", [given] if isinstance(given, int) else given, MAX_DECODE)
         return self.backend.decode(list(checked), skip_special_tokens=skip_special_tokens)
 
     def decode_token(self, token: int) -> str:
-        """One token on its own, special tokens included, as logprobs show it."""
+        """One token inside a text, special tokens included, as logprobs show it."""
         if self.byte_level:
             entry = self._all_bytes[token]
             return entry if isinstance(entry, str) else entry.decode("utf-8", "replace")
-        return self.backend.decode([token], skip_special_tokens=False)
+        # At the start of a text many decoders strip a space, which the token has behind others: such as itself.
+        alone = self.backend.decode([token], skip_special_tokens=False)
+        return self.backend.decode([token, token], skip_special_tokens=False)[len(alone) :]
 
     def detokenizer(self, params: SamplingParams, prompt: Sequence[int]) -> Detokenizer:
         """A fresh detokenizer for one sequence after `prompt`."""
@@ -209,30 +199,6 @@ class Tokenizer:
     @cached_property
     def special_tokens(self) -> dict[int, str]:
         return {i: t.content for i, t in self._added.items() if t.special}
-
-    @property
-    def vocab_size(self) -> int:
-        return self.backend.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._named_id("eos_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._named_id("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        return self.named_tokens.get("eos_token")
-
-    @property
-    def bos_token(self) -> str | None:
-        return self.named_tokens.get("bos_token")
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.named_tokens.get(name)
-        return None if token is None else self.backend.token_to_id(token)
 
     @cached_property
     def _added(self) -> dict[int, tokenizers.AddedToken]:

@@ -61,6 +61,10 @@ def write_folder(folder: Path, tokenizer: Tokenizer | None = None, template: str
     """A tokenizer folder in Hugging Face form."""
     folder.mkdir(parents=True, exist_ok=True)
     (tokenizer or byte_level()).save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|im_end|>", "bos_token": {"__type": "AddedToken", "content": "<|endoftext|>"}, "chat_template": template}
+    config = {
+        "eos_token": "<|im_end|>",
+        "bos_token": {"__type": "AddedToken", "content": "<|endoftext|>"},
+        "chat_template": template,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

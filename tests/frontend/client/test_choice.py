@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.support.tokenizers_for_tests import byte_level, sentencepiece
 
+from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.choice import Choice
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind, notify
@@ -382,3 +383,29 @@ def test_a_reader_beside_the_io_thread_sees_all_of_it_once(
         assert texts == [text] * params.n
         assert [TOKENIZER.backend.decode(t).split("STOP")[0] for t in seen] == [whole.split("STOP")[0]] * params.n
         assert ends == [1] * params.n
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_only_stops_that_are_complete_within_min_tokens_are_text(size: int) -> None:
+    early = choice(stop="ab", min_tokens=1)
+    tokens = [*ids("a"), *ids("b"), *ids("c")]
+    for at in range(0, 3, size):
+        early.feed(tokens[at : at + size])
+    output = early.take()
+    assert (output.text, output.finish_reason, output.stop_reason) == ("", "stop", "ab")
+    assert output.token_ids == tokens[:2]
+
+
+def test_without_detokenize_log_probabilities_have_no_text() -> None:
+    frames = [
+        from_numpy(np.array(rows, kind)) for rows, kind in (([[5, 6]], "i4"), ([[-1.0, -2.0]], "f4"), ([1], "i4"))
+    ]
+    for detokenize in (True, False):
+        params = SamplingParams(logprobs=1, detokenize=detokenize)
+        request = EngineRequest("0", None, np.array([1], np.int32), params, {}, RequestOptions())
+        mailbox = Mailbox(request, TOKENIZER, ThreadNotifier(), OutputKind.FINAL)
+        mailbox.deliver(0, [5], FinishReason.LENGTH, {"logprobs": [0, 1, 2]}, frames)
+        output = mailbox.take()
+        assert output is not None and output.outputs[0].logprobs is not None
+        texts = [entry.decoded_token for entry in output.outputs[0].logprobs[0].values()]
+        assert all(isinstance(text, str) for text in texts) if detokenize else texts == [None, None]

@@ -158,7 +158,7 @@ def test_calling_a_tokenizer(tokenizer: Tokenizer) -> None:
     assert tokenizer("The capital")["input_ids"] == tokenizer("The capital").input_ids == ids
     assert tokenizer(["The capital", "a"]).input_ids[0] == ids
     assert tokenizer.decode(ids) == "The capital"
-    for wrong in ([-1], [1 << 40], "ab", [1.5], 7):
+    for wrong in ([-1], [1 << 40], "ab", [1.5], -7):
         with pytest.raises(ValidationError):
             tokenizer.decode(wrong)  # type: ignore[arg-type]
 

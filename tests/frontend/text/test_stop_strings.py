@@ -72,3 +72,21 @@ def test_what_was_shown_or_dropped_is_not_shown_again() -> None:
     assert [matcher.feed("aZ"), matcher.flush(), matcher.flush(), matcher.feed("Zb")] == ["a", "Z", "", "Zb"]
     matcher = StopStrings(["ZZZ"], False)
     assert [matcher.feed("aZ"), matcher.feed("ZZZ"), matcher.flush()] == ["a", "", ""]
+
+
+def test_a_stop_string_that_is_complete_too_early_is_text_and_one_that_completes_later_ends_it() -> None:
+    begun = StopStrings(["hCapt"], include=False)
+    assert begun.feed(" Ranch", may_end=False) == " Ranc"
+    assert (begun.feed("Capt"), begun.found) == ("", "hCapt")
+    early = StopStrings(["b"], include=False)
+    assert (early.feed("ab", may_end=False), early.found) == ("ab", None)
+    assert (early.feed("cb"), early.found) == ("c", "b")
+
+
+def test_a_stop_string_inside_what_was_held_too_early_does_not_end_the_text_later() -> None:
+    stops = StopStrings(["ab", "xabyy"], include=False)
+    assert stops.feed("xab", may_end=False) == ""
+    assert (stops.feed("c"), stops.found) == ("xabc", None)
+    again = StopStrings(["ab", "xabyy"], include=True)
+    assert again.feed("xab", may_end=False) == ""
+    assert (again.feed("yyz"), again.found) == ("xabyy", "xabyy")

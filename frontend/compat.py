@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 RENAMED: Mapping[str, str] = _TABLES["renamed"]
 """vLLM's or SGLang's spelling of a setting -> ours."""
+NEGATED: Mapping[str, str] = _TABLES["negated"]
+"""A switch that is on in vLLM -> ours that turns the same off."""
 FOREIGN: Mapping[str, Mapping[str, Any]] = _TABLES["settings"]
 """A setting of vLLM -> "default" there, "allowed": other values that ask for nothing, "otherwise": the way out.
 
@@ -72,6 +74,8 @@ def read_settings(values: Mapping[str, Any], where: str, otherwise: str) -> dict
     settings: dict[str, Any] = {}
     for given, value in values.items():
         name = our_name(str(given))
+        if value is False and name in NEGATED:
+            name, value = NEGATED[name], True
         if name in GROUPS and isinstance(value, Mapping):
             settings |= read_settings(value, f" of {given}{where}", otherwise)
         elif name in settings:

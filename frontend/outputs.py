@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     seed: int | None = None
     error: WavecoreError | None = None
+    # Of what vLLM has and we do not, so that it can be read
+    lora_request: ClassVar[None] = None
+    routed_experts: ClassVar[None] = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -101,6 +104,11 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int | None = None
     embedding: npt.NDArray[np.float32] | None = None
+    # Of what vLLM has and we do not, so that it can be read
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
 
     @property
     def error(self) -> WavecoreError | None:

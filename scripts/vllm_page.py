@@ -28,8 +28,9 @@ def treatment(rule: Mapping[str, Any]) -> str:
     """What becomes of a name that is vLLM's alone."""
     if rule.get("allowed") == ANY:
         note = rule.get("note")
-        return f"accepted, with a warning: {note}" if note else "accepted: it changes no answer, or nothing that is here"
-    accepted = dict.fromkeys(shown(value) for value in (rule.get("default"), *rule.get("allowed", ())) if value is not None)
+        return f"accepted, with a warning: {note}" if note else "accepted: it changes no answer"
+    values = (rule.get("default"), *rule.get("allowed", ()))
+    accepted = dict.fromkeys(shown(value) for value in values if value is not None)
     taken = f"accepted at {', '.join(accepted)}" if accepted else "accepted where it is not set"
     return f"{taken}; else refused: {rule['otherwise']}" if "otherwise" in rule else taken
 
@@ -38,7 +39,8 @@ def rows(names: Mapping[str, Any], ours: Container[str], rules: Mapping[str, Map
     """A table of vLLM's names with their defaults."""
     lines = ["| vLLM | default there | here |", "|---|---|---|"]
     for name, default in names.items():
-        here = "taken" if name in ours else treatment(rules[name])
+        rule = rules.get(name, {})
+        here = "; ".join(["taken", *filter(None, [rule.get("otherwise")])]) if name in ours else treatment(rule)
         lines.append(f"| `{name}` | {shown(default)} | {here.replace('|', chr(92) + '|')} |")
     return "\n".join(lines)
 
@@ -48,7 +50,11 @@ def parts() -> dict[str, str]:
     older = [f"| `{name}` | {treatment(rule)} |" for name, rule in FOREIGN.items() if "default" not in rule]
     older += [f"| `{name}` | taken as `{ours}` |" for name, ours in RENAMED.items()]
     own = [*defaults(SamplingParams), "output_kind", "best_of"]
-    modules = [f"| `vllm{'.' * bool(name)}{name}` | {', '.join(f'`{n}`' for n in names)} |" for name, names in MODULES.items() if names]
+    modules = [
+        f"| `vllm{'.' * bool(name)}{name}` | {', '.join(f'`{n}`' for n in names)} |"
+        for name, names in MODULES.items()
+        if names
+    ]
     return {
         "settings": rows(current, SETTINGS, FOREIGN),
         "older settings": "\n".join(["| name | here |", "|---|---|", *older]),

@@ -16,7 +16,7 @@ from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParam
 from wavecore.frontend.client.offline import run_batch
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.outputs import FinishName, PositionLogprobs, RequestOutput
-from wavecore.frontend.prompts import Prompt, token_ids
+from wavecore.frontend.prompts import Prompt, TokensPrompt, token_ids
 from wavecore.frontend.vllm.params import BeamSearchParams, refuse_extras
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import MAX_TOKEN_ID, OF_REQUEST
@@ -34,7 +34,7 @@ class BeamSearchSequence:
         finish_reason: "stop" where an end-of-sequence token ended it, else "length".
     """
 
-    orig_prompt: Prompt
+    orig_prompt: TokensPrompt
     tokens: list[int]
     logprobs: list[PositionLogprobs]
     lora_request: None = None
@@ -105,7 +105,8 @@ class _Search:
         if prompt.ids is None:
             raise ValidationError("prompt", "must be text or token ids for a beam search")
         self.prompt = prompt
-        self.running = [BeamSearchSequence(prompt, prompt.ids.tolist(), [])]
+        begun = TokensPrompt(prompt_token_ids=prompt.ids.tolist())
+        self.running = [BeamSearchSequence(begun, prompt.ids.tolist(), [])]
         self.step = SamplingParams(max_tokens=1, temperature=0.0, logprobs=keep, detokenize=False, ignore_eos=True)
         self._finished: list[tuple[float, BeamSearchSequence]] = []  # with their scores, the best first
         self._params, self._width, self._keep, self._eos = params, width, keep, eos
@@ -125,7 +126,7 @@ class _Search:
         beams, self.running = self.running, []
         for rank, (total, i, token) in enumerate(heapq.nlargest(self._keep, likely, key=itemgetter(0))):
             beam = BeamSearchSequence(
-                self.prompt, [*beams[i].tokens, token], [*beams[i].logprobs, positions[i]], cum_logprob=total
+                beams[i].orig_prompt, [*beams[i].tokens, token], [*beams[i].logprobs, positions[i]], cum_logprob=total
             )
             beam.finish_reason = "stop" if token in self._eos else "length"
             if token in self._eos or len(beam.tokens) == self._longest:

@@ -13,6 +13,7 @@ from wavecore.frontend.client.service import Service
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from wavecore.frontend.progress_bars import UseTqdm
 from wavecore.frontend.prompts import PromptType, as_prompts, token_ids
+from wavecore.frontend.text.messages import Tools
 from wavecore.frontend.vllm.beam_search import BeamSearchOutput, beam_search
 from wavecore.frontend.vllm.engine_args import OWN_DEFAULTS, EngineArgs
 from wavecore.frontend.vllm.llm_engine import LLMEngine
@@ -68,7 +69,7 @@ class LLM(own.LLM):
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         **ours: Any,
     ) -> list[RequestOutput]:
-        """As `wavecore.LLM.generate`.
+        """As `wavecore.LLM.generate`, but a request that fails raises its error.
 
         Args:
             tokenization_kwargs: {"add_special_tokens": False} leaves out what the tokenizer puts around a text.
@@ -76,6 +77,7 @@ class LLM(own.LLM):
         """
         refuse_extras(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         given: Any = encoded(self._service, prompts, tokenization_kwargs)
+        ours = {"raise_on_error": True, **ours}
         return super().generate(given, checked(sampling_params), use_tqdm=use_tqdm, priority=priority, **ours)
 
     def chat(
@@ -89,7 +91,7 @@ class LLM(own.LLM):
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -111,7 +113,7 @@ class LLM(own.LLM):
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
             priority=priority,
-            **ours,
+            **{"raise_on_error": True, **ours},
         )
 
     def beam_search(

@@ -69,7 +69,9 @@ class LLMEngine(BaseLLM):
         request = self._service.prepare(as_prompt(prompt), params.checked(), options, request_id=request_id)
         if request_id in self._running:
             raise ValidationError("request_id", f"{request_id!r:.60} is the id of a request that runs")
-        self._running[request_id] = self._service.submit(request, self._notifier, OUTPUT_KINDS[params.output_kind])
+        mailbox = self._service.mailbox(request, self._notifier, OUTPUT_KINDS[params.output_kind])
+        self._running[request_id] = mailbox
+        self._service.client.submit(mailbox)
         return request_id
 
     def step(self) -> list[RequestOutput]:

@@ -193,6 +193,8 @@ _WAYS_OUT = {
     "session_id": "requests are not bound to sessions",
     "kv_hints": "the prefix cache needs no hints",
     "pooling_params": 'use pooling="last" or "mean"',
+    "structured_outputs": "constrained decoding is not supported",
+    "allowed_token_ids": "beams are of all tokens",
     "reasoning_ended": "constrained decoding is not supported",
     "reasoning_parser_kwargs": "constrained decoding is not supported",
 }

@@ -66,13 +66,14 @@ def test_a_sampling_parameter_that_is_not_here_is_refused_with_the_way_out(name:
     [
         ({"max_num_seqs": None, "download_dir": None, "convert": "auto", "model_impl": "auto"}, {}),
         ({"enable_sleep_mode": False, "enable_prompt_embeds": True, "disable_log_stats": False}, {}),
-        ({"enforce_eager": True, "compilation_config": {"level": 3}, "cudagraph_capture_sizes": [1, 2]}, {}),
+        ({"enforce_eager": True, "compilation_config": {"level": 3}, "optimization_level": 0}, {"enforce_eager": True}),
         ({"dtype": "half", "swap_space": 4}, {"dtype": "float16", "swap_space_gib": 4.0}),
         ({"runner": "pooling", "convert": "embed", "tokenizer_mode": "slow"}, {}),
         ({"max_num_batched_tokens": 48}, {"max_num_batched_tokens": 48, "max_num_seqs": 48}),
         ({"max_num_seqs": 9000}, {"max_num_batched_tokens": 9000, "max_num_seqs": 9000}),
         ({"hf_overrides": {}, "override_generation_config": {}, "revision": "main"}, {}),
         ({"logits_processors": [], "pooler_config": None, "speculative_config": None}, {}),
+        ({"use_tqdm_on_load": False}, {"disable_tqdm": True}),
         ({"seed": 0, "gpu_memory_utilization": 0.92}, {"seed": 0, "gpu_memory_utilization": 0.92}),
     ],
 )

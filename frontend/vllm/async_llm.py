@@ -14,7 +14,7 @@ from wavecore.frontend.prompts import PromptType, as_prompt
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.frontend.vllm.engine_args import OWN_DEFAULTS, EngineArgs
 from wavecore.frontend.vllm.llm import encoded
-from wavecore.frontend.vllm.model_config import ModelConfig, VllmConfig
+from wavecore.frontend.vllm.model_config import TASKS, ModelConfig, VllmConfig
 from wavecore.frontend.vllm.params import OUTPUT_KINDS, RequestOutputKind, SamplingParams, checked, refuse_extras
 from wavecore.transport.errors import WavecoreError
 
@@ -145,6 +145,12 @@ class AsyncLLM(own.AsyncLLM):
     def tokenizer(self) -> Tokenizer | None:
         return self._service.tokenizer
 
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return TASKS
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.num_unfinished
+
     async def get_model_config(self) -> ModelConfig:
         return self.model_config
 
@@ -156,6 +162,11 @@ class AsyncLLM(own.AsyncLLM):
 
     async def do_log_stats(self) -> None:
         """Statistics are logged by the engine, with log_stats=True."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the engine; how long it may drain is the setting shutdown_timeout."""
+        del timeout
+        super().shutdown()
 
     @property
     def is_running(self) -> bool:

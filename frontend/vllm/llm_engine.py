@@ -10,17 +10,19 @@ from wavecore.frontend.base import BaseLLM
 from wavecore.frontend.client.mailbox import Mailbox
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.service import Service
+from wavecore.frontend.client.utilities import Inspection
 from wavecore.frontend.compat import engine_config
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.prompts import PromptType, as_prompt
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.frontend.vllm.engine_args import OWN_DEFAULTS, EngineArgs
-from wavecore.frontend.vllm.model_config import VllmConfig
+from wavecore.frontend.vllm.metrics import Metric, read_metrics
+from wavecore.frontend.vllm.model_config import TASKS, VllmConfig
 from wavecore.frontend.vllm.params import OUTPUT_KINDS, SamplingParams, refuse_extras
 from wavecore.transport.errors import ValidationError
 
 
-class LLMEngine(BaseLLM):
+class LLMEngine(BaseLLM, Inspection):
     """Requests come in one by one, outputs go out step by step, in one thread."""
 
     def _attach(self, service: Service) -> None:
@@ -44,6 +46,8 @@ class LLMEngine(BaseLLM):
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> Self:  # type: ignore[override]
         return cls.from_config(engine_config({**OWN_DEFAULTS, **engine_args.settings()}))
+
+    from_vllm_config = from_engine_args
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -99,6 +103,12 @@ class LLMEngine(BaseLLM):
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._running)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return TASKS
+
+    def get_metrics(self) -> list[Metric]:
+        return read_metrics(self.step_stats())
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; nothing more of them is told."""

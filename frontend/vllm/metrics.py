@@ -25,6 +25,22 @@ class Gauge(Metric):
     value: float = 0.0
 
 
+@dataclass
+class Vector(Metric):
+    """None of what is counted here is one; programs ask whether a metric is."""
+
+    values: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Histogram(Metric):
+    """As `Vector`."""
+
+    count: int = 0
+    sum: float = 0.0
+    buckets: dict[str, int] = field(default_factory=dict)
+
+
 _COUNTERS = {
     "prompt_tokens": "prompt_tokens",
     "generation_tokens": "output_tokens",

@@ -9,6 +9,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+TASKS = ("generate", "embed")
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
 import logging
@@ -30,6 +31,12 @@ init_logger = logging.getLogger
 
 def random_uuid() -> str:
     return uuid.uuid4().hex
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Of a program that dropped its `LLM`: the engine ends with it."""
+    del shutdown_ray
+    gc.collect()
 
 
 def find(module: str, name: str) -> Any:

@@ -11,7 +11,7 @@ import pytest
 
 from wavecore import EngineConfig, NotSupportedError
 from wavecore.frontend.compat import FOREIGN, FOREIGN_SAMPLING, SETTINGS, engine_config
-from wavecore.vllm import EngineArgs, SamplingParams
+from wavecore.vllm import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from wavecore.vllm.utils import FlexibleArgumentParser
 
 NAMES = json.loads(Path(__file__).with_name("vllm_names.json").read_text())
@@ -137,3 +137,14 @@ def test_engine_args_are_attributes() -> None:
     assert args.settings() == {"model": "there", "max_model_len": 64, "max_num_seqs": 3}
     with pytest.raises(TypeError, match="max_model_length"):
         EngineArgs("there", max_model_length=64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in ("llm", "async_llm", "llm_engine") for name in NAMES[kind]],
+)
+def test_every_method_of_vllm_is_there_or_refused_with_the_way_out(kind: str, name: str) -> None:
+    owner = {"llm": LLM, "async_llm": AsyncLLMEngine, "llm_engine": LLMEngine}[kind]
+    if not hasattr(owner, name):
+        with pytest.raises(NotSupportedError, match=f"^{name}: .{{8}}"):
+            getattr(owner.__new__(owner), name)

@@ -35,6 +35,10 @@ FOREIGN: Mapping[str, Mapping[str, Any]] = _TABLES["settings"]
 Of a setting that is ours, too, only the default."""
 FOREIGN_SAMPLING: Mapping[str, Mapping[str, Any]] = _TABLES["sampling"]
 """A sampling parameter that is vLLM's alone -> the same."""
+FOREIGN_ARGUMENTS: Mapping[str, Mapping[str, Any]] = _TABLES["arguments"]
+"""An argument of vLLM's calls -> the same."""
+METRICS: Mapping[str, Mapping[str, str]] = _TABLES["metrics"]
+"""vLLM's name of what is counted -> its name in `step_stats`, by kind."""
 ANY = "any"
 FOREIGN_SWITCHES = frozenset(
     name

@@ -11,11 +11,11 @@ from typing import Any
 
 from documents import is_current, replace_part
 
+from wavecore.engine_core.api import sampling_params as core
 from wavecore.engine_core.api.fields import defaults
-from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.compat import ANY, FOREIGN, FOREIGN_SAMPLING, RENAMED, SETTINGS
-from wavecore.frontend.vllm import params
 from wavecore.frontend.vllm.modules import MODULES
+from wavecore.frontend.vllm.params import SamplingParams
 
 PAGE = "docs/coming-from-vllm.md"
 
@@ -49,7 +49,7 @@ def parts() -> dict[str, str]:
     current = {name: rule["default"] for name, rule in FOREIGN.items() if "default" in rule}
     older = [f"| `{name}` | {treatment(rule)} |" for name, rule in FOREIGN.items() if "default" not in rule]
     older += [f"| `{name}` | taken as `{ours}` |" for name, ours in RENAMED.items()]
-    own = [*defaults(SamplingParams), "output_kind", "best_of"]
+    own = [*defaults(core.SamplingParams), "output_kind", "best_of"]
     modules = [
         f"| `vllm{'.' * bool(name)}{name}` | {', '.join(f'`{n}`' for n in names)} |"
         for name, names in MODULES.items()
@@ -58,7 +58,7 @@ def parts() -> dict[str, str]:
     return {
         "settings": rows(current, SETTINGS, FOREIGN),
         "older settings": "\n".join(["| name | here |", "|---|---|", *older]),
-        "sampling": rows(defaults(params.SamplingParams), own, FOREIGN_SAMPLING),
+        "sampling": rows(SamplingParams.defaults, own, FOREIGN_SAMPLING),
         "modules": "\n".join(["| module | names |", "|---|---|", *modules]),
     }
 

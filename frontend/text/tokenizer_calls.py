@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -16,58 +16,52 @@ from wavecore.transport.wire.checks import OF_REQUEST
 class Encoded(dict[str, Any]):
     """What calling a tokenizer gives: "input_ids" and "attention_mask", also as attributes."""
 
-    @property
-    def input_ids(self) -> Any:
-        return self["input_ids"]
+    input_ids = property(lambda self: self["input_ids"])
+    attention_mask = property(lambda self: self["attention_mask"])
 
-    @property
-    def attention_mask(self) -> Any:
-        return self["attention_mask"]
+
+def _token(name: str) -> Any:
+    return property(lambda self: self.named_tokens.get(name))
+
+
+def _token_id(name: str) -> Any:
+    return property(lambda self: self.backend.token_to_id(self.named_tokens.get(name, "")))
 
 
 class TokenizerCalls:
-    """Of a tokenizer that has `backend`, `origin` and `named_tokens`, encodes and decodes."""
+    """Of a tokenizer that has `backend` and `named_tokens`, encodes and decodes."""
 
     backend: tokenizers.Tokenizer
-    origin: str
     named_tokens: Mapping[str, str]
+    encode: Any
+    decode: Any
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
-        raise NotImplementedError
+    bos_token, bos_token_id = _token("bos_token"), _token_id("bos_token")
+    eos_token, eos_token_id = _token("eos_token"), _token_id("eos_token")
+    pad_token, pad_token_id = _token("pad_token"), _token_id("pad_token")
+    unk_token, unk_token_id = _token("unk_token"), _token_id("unk_token")
+    name_or_path = property(lambda self: self.origin)
 
     def __call__(
-        self,
-        text: str | Sequence[str],
-        add_special_tokens: bool = True,
-        padding: bool = False,
-        return_tensors: Literal["pt", "np"] | None = None,
-        return_attention_mask: bool = True,
+        self, text: str | Sequence[str], add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> Encoded:
         """`tokenizer(text)["input_ids"]` and `.input_ids`.
 
         Args:
-            padding: with pad_token_id, or without one eos_token_id, behind all but the longest text.
-            return_tensors: int64 [texts, tokens] of torch or numpy; None gives lists.
+            return_tensors: "pt" or "np" gives int64 [texts, tokens] of torch or numpy; None gives lists.
+
+        Raises:
+            ValidationError: texts of several lengths in one tensor.
         """
         rows = [self.encode(one, add_special_tokens) for one in ([text] if isinstance(text, str) else text)]
-        masks = [[1] * len(row) for row in rows]
-        if padding:
-            fill = self.eos_token_id if self.pad_token_id is None else self.pad_token_id
-            if fill is None:
-                raise ValidationError("padding", f"{self.origin} has neither a pad_token nor an eos_token")
-            missing = [max(map(len, rows), default=0) - len(row) for row in rows]
-            rows = [row + [fill] * count for row, count in zip(rows, missing, strict=True)]
-            masks = [mask + [0] * count for mask, count in zip(masks, missing, strict=True)]
-        found: dict[str, Any] = {"input_ids": rows}
-        if return_attention_mask:
-            found["attention_mask"] = masks
-        if return_tensors is not None:
-            OF_REQUEST.one_of("return_tensors", return_tensors, ("pt", "np"))
-            return Encoded({name: _tensor(values, return_tensors) for name, values in found.items()})
-        return Encoded({name: values[0] if isinstance(text, str) else values for name, values in found.items()})
+        found = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        if return_tensors is None:
+            return Encoded({name: values[0] if isinstance(text, str) else values for name, values in found.items()})
+        OF_REQUEST.one_of("return_tensors", return_tensors, ("pt", "np"))
+        if len({len(row) for row in rows}) > 1:
+            raise ValidationError("return_tensors", "needs texts of one length; give them one by one")
+        kind = import_module("torch").from_numpy if return_tensors == "pt" else np.asarray
+        return Encoded({name: kind(np.array(values, np.int64)) for name, values in found.items()})
 
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = True) -> list[str]:
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
@@ -86,60 +80,10 @@ class TokenizerCalls:
     def get_vocab(self) -> dict[str, int]:
         return self.backend.get_vocab(with_added_tokens=True)
 
-    def __len__(self) -> int:
-        return self.vocab_size
-
     @property
     def vocab_size(self) -> int:
         """Added tokens included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def name_or_path(self) -> str:
-        return self.origin
-
-    @property
-    def eos_token(self) -> str | None:
-        return self.named_tokens.get("eos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._named_id("eos_token")
-
-    @property
-    def bos_token(self) -> str | None:
-        return self.named_tokens.get("bos_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._named_id("bos_token")
-
-    @property
-    def pad_token(self) -> str | None:
-        return self.named_tokens.get("pad_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._named_id("pad_token")
-
-    @property
-    def unk_token(self) -> str | None:
-        return self.named_tokens.get("unk_token")
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._named_id("unk_token")
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.named_tokens.get(name)
-        return None if token is None else self.backend.token_to_id(token)
-
-
-def _tensor(rows: Sequence[Sequence[int]], kind: str) -> Any:
-    """Raises:
-    ValidationError: rows of several lengths.
-    """
-    if len({len(row) for row in rows}) > 1:
-        raise ValidationError("return_tensors", "texts of several lengths need padding=True")
-    array = np.array(rows, np.int64)
-    return array if kind == "np" else import_module("torch").from_numpy(array)
+    def __len__(self) -> int:
+        return self.vocab_size

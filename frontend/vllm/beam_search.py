@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from tqdm import tqdm
 
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.frontend.client.offline import run_batch
+from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.outputs import FinishName, PositionLogprobs, RequestOutput
 from wavecore.frontend.prompts import Prompt, TokensPrompt, token_ids
-from wavecore.frontend.vllm.params import BeamSearchParams, refuse_extras
+from wavecore.frontend.vllm.params import BeamSearchParams, our_arguments
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import MAX_TOKEN_ID, OF_REQUEST
 
@@ -52,75 +53,60 @@ class BeamSearchOutput:
 
 
 def beam_search(
-    service: Service, prompts: Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool, at_once: int | None
+    service: Service,
+    prompts: Sequence[Prompt],
+    params: BeamSearchParams,
+    use_tqdm: bool,
+    concurrency_limit: int | None = None,
 ) -> list[BeamSearchOutput]:
-    """Search for each prompt.
-
-    Args:
-        at_once: prompts that are searched for together; None for all.
+    """Search for each prompt, for so many of them together.
 
     Raises:
         ValidationError: a value out of bounds; a prompt of embeddings.
         WavecoreError: a request failed.
     """
-    refuse_extras(structured_outputs=params.structured_outputs, allowed_token_ids=params.allowed_token_ids)
-    eos = () if params.ignore_eos else tuple(service.resolved["eos_token_ids"])
-    keep = max(2, 1 + len(eos))
-    width = OF_REQUEST.whole("beam_width", params.beam_width, 1, MAX_LOGPROBS // keep)
-    steps = OF_REQUEST.whole("max_tokens", params.max_tokens, 1, MAX_TOKEN_ID)
-    searches = [_Search(service, service.encode(prompt), params, width, keep * width, eos) for prompt in prompts]
-    at_once = len(searches) if at_once is None else OF_REQUEST.whole("concurrency_limit", at_once, 1, MAX_TOKEN_ID)
-    for begin in range(0, len(searches), at_once):
+    our_arguments(vars(params))
+    searches = [_Search(service, service.encode(prompt), params) for prompt in prompts]
+    at_once = max(1, len(searches)) if concurrency_limit is None else concurrency_limit
+    for begin in range(0, len(searches), OF_REQUEST.whole("concurrency_limit", at_once, 1, MAX_TOKEN_ID)):
         part = searches[begin : begin + at_once]
-        with tqdm(total=steps, desc="Beam search", unit="token", disable=not use_tqdm) as bar:
-            while any(search.running for search in part):
-                _advance(service, part)
+        with tqdm(total=params.max_tokens, desc="Beam search", unit="token", disable=not use_tqdm) as bar:
+            while steps := [request for search in part for request in search.requests(service)]:
+                outputs = iter(run_batch(service, steps, use_tqdm=False, raise_on_error=True))
+                for search in part:
+                    search.extend([next(outputs) for _ in search.running])
                 bar.update()
     return [BeamSearchOutput(search.best()) for search in searches]
 
 
-def _advance(service: Service, searches: list[_Search]) -> None:
-    """One more token for every beam."""
-    requests = [
-        service.prepare(Prompt(ids=token_ids(beam.tokens), cache_salt=search.prompt.cache_salt), search.step)
-        for search in searches
-        for beam in search.running
-    ]
-    outputs = iter(run_batch(service, requests, use_tqdm=False))
-    for search in searches:
-        search.extend([next(outputs) for _ in search.running])
-
-
 class _Search:
-    """The beams of one prompt.
+    """The beams of one prompt."""
 
-    Args:
-        keep: the most likely ones that are looked at in each step: so many that `width` of them go on, even if each
-            beam's likeliest tokens end it.
-    """
-
-    def __init__(
-        self, service: Service, prompt: Prompt, params: BeamSearchParams, width: int, keep: int, eos: tuple[int, ...]
-    ) -> None:
+    def __init__(self, service: Service, prompt: Prompt, params: BeamSearchParams) -> None:
         if prompt.ids is None:
             raise ValidationError("prompt", "must be text or token ids for a beam search")
-        self.prompt = prompt
+        self._eos = () if params.ignore_eos else service.resolved["eos_token_ids"]
+        each = max(2, 1 + len(self._eos))
+        self._width = OF_REQUEST.whole("beam_width", params.beam_width, 1, MAX_LOGPROBS // each)
+        self._keep = each * self._width  # beams to look at: enough go on, even if the likeliest tokens of each end it
+        most = OF_REQUEST.whole("max_tokens", params.max_tokens, 1, MAX_TOKEN_ID)
+        self._longest = min(len(prompt.ids) + most, service.max_model_len)
+        self._prompt, self._params, self._tokenizer = prompt, params, service.tokenizer
+        self._step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self._keep, detokenize=False)
         begun = TokensPrompt(prompt_token_ids=prompt.ids.tolist())
         self.running = [BeamSearchSequence(begun, prompt.ids.tolist(), [])]
-        self.step = SamplingParams(max_tokens=1, temperature=0.0, logprobs=keep, detokenize=False, ignore_eos=True)
         self._finished: list[tuple[float, BeamSearchSequence]] = []  # with their scores, the best first
-        self._params, self._width, self._keep, self._eos = params, width, keep, eos
-        self._num_prompt = len(prompt.ids)
-        self._longest = min(self._num_prompt + params.max_tokens, service.max_model_len)
-        self._tokenizer = service.tokenizer
+
+    def requests(self, service: Service) -> list[EngineRequest]:
+        """One more token for every beam."""
+        prompts = [replace(self._prompt, ids=token_ids(beam.tokens), text=None) for beam in self.running]
+        return [service.prepare(prompt, self._step) for prompt in prompts]
 
     def extend(self, outputs: list[RequestOutput]) -> None:
         """Take in the next token's log-probabilities of each running beam."""
         likely: list[tuple[float, int, int]] = []  # log-probability together, beam, token
         positions: list[PositionLogprobs] = []
         for i, (beam, output) in enumerate(zip(self.running, outputs, strict=True)):
-            if output.error is not None:
-                raise output.error
             positions += output.outputs[0].logprobs or []
             likely += [(beam.cum_logprob + entry.logprob, i, token) for token, entry in positions[i].items()]
         beams, self.running = self.running, []
@@ -147,5 +133,5 @@ class _Search:
         return beams
 
     def _score(self, beam: BeamSearchSequence) -> float:
-        length = len(beam.tokens) - self._num_prompt
+        length = len(beam.logprobs)
         return beam.cum_logprob / float(length**self._params.length_penalty)

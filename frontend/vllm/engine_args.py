@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
-from wavecore.frontend.compat import FOREIGN, SETTINGS, our_name, yaml_value
+from wavecore.frontend.compat import FOREIGN, SETTINGS, yaml_value
+from wavecore.frontend.vllm.params import Fields
 
-DEFAULTS = {name: rule["default"] for name, rule in FOREIGN.items() if "default" in rule}
-"""Every setting of vLLM with its default; None where that is an object of vLLM's own."""
-OWN_DEFAULTS = {"seed": DEFAULTS["seed"], "gpu_memory_utilization": DEFAULTS["gpu_memory_utilization"]}
-"""Defaults of vLLM that are not ours and that a program may rely on."""
+DEFAULTS = {name: rule["default"] for name, rule in FOREIGN.items() if "default" in rule} | {"model": "default"}
+"""Every setting of vLLM with its default there; None where that is an object of vLLM's own."""
+OWN_DEFAULTS = {name: DEFAULTS[name] for name in ("seed", "gpu_memory_utilization")}
+"""Defaults that are not ours and that a program may rely on."""
 
 
-class EngineArgs:
-    """Settings of an engine to come: attributes under vLLM's names, ours as well.
+class EngineArgs(Fields):
+    """Settings of an engine to come: vLLM's, and ours as well."""
 
-    Raises:
-        TypeError: an unknown name.
-    """
+    defaults: ClassVar[Mapping[str, Any]] = {**SETTINGS, **DEFAULTS}
 
-    def __init__(self, model: str | Path = "default", **values: Any) -> None:
-        for name in values:
-            if our_name(name) not in {**FOREIGN, **SETTINGS}:
-                raise TypeError(f"{type(self).__name__} has no setting {name!r}")
-        self.given = {"model": str(model), **values}
-        self.__dict__.update({**DEFAULTS, **self.given})
+    def __init__(self, model: str = "default", **values: Any) -> None:
+        super().__init__(model=model, **values)
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """A flag for each setting, spelled as vLLM's."""
+        """A flag for each setting of vLLM, spelled as there."""
         group = parser.add_argument_group("engine")
         for name, default in DEFAULTS.items():
+            switch = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {"type": yaml_value}
             flag = "--" + name.lstrip("_").replace("_", "-")
-            if isinstance(default, bool):
-                group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=default)
-            else:
-                group.add_argument(flag, dest=name, type=yaml_value, default="default" if name == "model" else default)
+            group.add_argument(flag, dest=name, default=default, **switch)
         return parser
 
     @classmethod
@@ -47,8 +40,9 @@ class EngineArgs:
         return cls(**{name: getattr(args, name) for name in DEFAULTS if hasattr(args, name)})
 
     def settings(self) -> dict[str, Any]:
-        """As keywords of `LLM`: what was given, or set on this object since."""
-        return {n: v for n, v in vars(self).items() if n in self.given or (n in DEFAULTS and v != DEFAULTS[n])}
+        """As keywords of `LLM`: what is not vLLM's default."""
+        differing = {name: value for name, value in vars(self).items() if value != self.defaults[name]}
+        return {"model": str(self.model), **OWN_DEFAULTS, **differing}
 
     def create_engine_config(self, *_: Any, **__: Any) -> Self:
         """What `AsyncLLM.from_vllm_config` takes."""
@@ -63,10 +57,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """Takes `--max_model_len` for `--max-model-len`."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        given = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args([_dashed(word) for word in given], namespace)
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([re.sub("^--[^=]+", _dashed, word) for word in words], namespace)
 
 
-def _dashed(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+def _dashed(flag: re.Match[str]) -> str:
+    return flag[0].replace("_", "-")

@@ -6,70 +6,42 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 from wavecore.engine_core.api.request_options import RequestOptions
-from wavecore.frontend.base import BaseLLM
+from wavecore.frontend import llm as own
 from wavecore.frontend.client.mailbox import Mailbox
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.client.utilities import Inspection
-from wavecore.frontend.compat import engine_config
+from wavecore.frontend.compat import refused
 from wavecore.frontend.outputs import RequestOutput
-from wavecore.frontend.prompts import PromptType, as_prompt
-from wavecore.frontend.text.tokenizer import Tokenizer
-from wavecore.frontend.vllm.engine_args import OWN_DEFAULTS, EngineArgs
-from wavecore.frontend.vllm.metrics import Metric, read_metrics
-from wavecore.frontend.vllm.model_config import TASKS, VllmConfig
-from wavecore.frontend.vllm.params import OUTPUT_KINDS, SamplingParams, refuse_extras
+from wavecore.frontend.prompts import as_prompt
+from wavecore.frontend.vllm.engine_args import EngineArgs
+from wavecore.frontend.vllm.model_config import VllmConfig
+from wavecore.frontend.vllm.params import OUTPUT_KINDS, SamplingParams, our_arguments
 from wavecore.transport.errors import ValidationError
 
 
-class LLMEngine(BaseLLM, Inspection):
-    """Requests come in one by one, outputs go out step by step, in one thread."""
+class LLMEngine(Inspection):
+    """Requests come in one by one, outputs go out step by step, in one thread.
 
-    def _attach(self, service: Service) -> None:
-        super()._attach(service)
-        self._own(service)
+    Args:
+        owner: ends the engine when it is collected; None where that is somebody else's.
+    """
 
-    @classmethod
-    def of(cls, service: Service) -> Self:
-        """Over the engine of an `LLM`, which ends it."""
-        engine = cls.__new__(cls)
-        engine._service = service
-        engine._own(service)
-        return engine
-
-    def _own(self, service: Service) -> None:
-        self.vllm_config = VllmConfig(service.resolved)
+    def __init__(self, service: Service, owner: own.LLM | None = None) -> None:
+        self._service, self._owner = service, owner
+        self.tokenizer, self.vllm_config = service.tokenizer, VllmConfig.of(service.resolved)
         self.model_config = self.vllm_config.model_config
-        self._notifier = ThreadNotifier()
-        self._running: dict[str, Mailbox] = {}
+        self._notifier, self._running = ThreadNotifier(), dict[str, Mailbox]()
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> Self:  # type: ignore[override]
-        return cls.from_config(engine_config({**OWN_DEFAULTS, **engine_args.settings()}))
+    def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> Self:
+        llm = own.LLM(**engine_args.settings())
+        return cls(llm._service, llm)
 
     from_vllm_config = from_engine_args
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._service.tokenizer
-
-    def get_tokenizer(self) -> Tokenizer:
-        return self._service.need_tokenizer("get_tokenizer")
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: PromptType,
-        params: SamplingParams,
-        arrival_time: float | None = None,  # when it was made is measured here
-        lora_request: Any = None,
-        tokenization_kwargs: Any = None,
-        trace_headers: Any = None,  # only told to tracing systems
-        priority: int = 0,
-    ) -> str:
-        refuse_extras(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        del arrival_time, trace_headers
-        options = RequestOptions(priority=priority)
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **given: Any) -> str:
+        options = RequestOptions(**our_arguments(given))
         request = self._service.prepare(as_prompt(prompt), params.checked(), options, request_id=request_id)
         if request_id in self._running:
             raise ValidationError("request_id", f"{request_id!r:.60} is the id of a request that runs")
@@ -85,11 +57,9 @@ class LLMEngine(BaseLLM, Inspection):
             WavecoreError: a request failed.
         """
         found: list[RequestOutput] = []
-        timeout = None
-        while self._running and (mailbox := self._notifier.wait(timeout)) is not None:
-            timeout = 0.0
+        while self._running and (mailbox := self._notifier.wait(0.0 if found else None)) is not None:
             output = mailbox.take()
-            if output is None or output.request_id not in self._running:
+            if output is None or self._running.get(output.request_id) is not mailbox:
                 continue
             if output.finished:
                 del self._running[output.request_id]
@@ -104,14 +74,14 @@ class LLMEngine(BaseLLM, Inspection):
     def get_num_unfinished_requests(self) -> int:
         return len(self._running)
 
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        return TASKS
-
-    def get_metrics(self) -> list[Metric]:
-        return read_metrics(self.step_stats())
-
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; nothing more of them is told."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if mailbox := self._running.pop(request_id, None):
                 self._service.client.abort(mailbox)
+
+    def get_tokenizer(self) -> Any:
+        return self._service.need_tokenizer("get_tokenizer")
+
+    def __getattr__(self, name: str) -> Any:
+        raise refused("methods", name) or AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -2,61 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from wavecore.frontend.compat import METRICS
 
 
 @dataclass
 class Metric:
     name: str
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str]
+    value: float
 
 
-@dataclass
 class Counter(Metric):
     """Only grows."""
 
-    value: int = 0
 
-
-@dataclass
 class Gauge(Metric):
-    value: float = 0.0
+    """As it is now."""
 
 
-@dataclass
 class Vector(Metric):
-    """None of what is counted here is one; programs ask whether a metric is."""
-
-    values: list[int] = field(default_factory=list)
+    """Nothing that is counted here; programs ask whether a metric is one."""
 
 
-@dataclass
 class Histogram(Metric):
     """As `Vector`."""
 
-    count: int = 0
-    sum: float = 0.0
-    buckets: dict[str, int] = field(default_factory=dict)
 
-
-_COUNTERS = {
-    "prompt_tokens": "prompt_tokens",
-    "generation_tokens": "output_tokens",
-    "num_preemptions": "preemptions",
-    "prefix_cache_queries": "cache_queries",
-    "prefix_cache_hits": "cache_hits",
-    "request_success": "finished",
-}
-_GAUGES = {"num_requests_running": "running", "num_requests_waiting": "waiting", "kv_cache_usage_perc": "cache_usage"}
-
-
-def read_metrics(stats: Sequence[dict[str, Any]]) -> list[Metric]:
+def read_metrics(stats: Sequence[Mapping[str, Any]]) -> list[Metric]:
     """From `step_stats`, one entry an engine."""
-    found: list[Metric] = []
-    for index, engine in enumerate(stats):
-        labels = {"engine": str(index)}
-        found += [Counter(f"vllm:{name}", labels, int(engine[ours])) for name, ours in _COUNTERS.items()]
-        found += [Gauge(f"vllm:{name}", labels, float(engine[ours])) for name, ours in _GAUGES.items()]
-    return found
+    kinds = ((Counter, METRICS["counters"]), (Gauge, METRICS["gauges"]))
+    return [
+        kind(f"vllm:{name}", {"engine": str(index)}, engine[ours])
+        for index, engine in enumerate(stats)
+        for kind, names in kinds
+        for name, ours in names.items()
+    ]

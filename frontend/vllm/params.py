@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from wavecore.engine_core.api import sampling_params as core
 from wavecore.engine_core.api.fields import defaults
 from wavecore.frontend.client.mailbox import OutputKind
-from wavecore.frontend.compat import FOREIGN_SAMPLING, check_foreign
-from wavecore.transport.errors import NotSupportedError, ValidationError
+from wavecore.frontend.compat import FOREIGN_ARGUMENTS, FOREIGN_SAMPLING, check_foreign
+from wavecore.transport.errors import ValidationError
 
 
 class RequestOutputKind(Enum):
@@ -23,83 +23,57 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-OUTPUT_KINDS = {
-    RequestOutputKind.CUMULATIVE: OutputKind.CUMULATIVE,
-    RequestOutputKind.DELTA: OutputKind.DELTA,
-    RequestOutputKind.FINAL_ONLY: OutputKind.FINAL,
-}
+OUTPUT_KINDS = dict(zip(RequestOutputKind, (OutputKind.CUMULATIVE, OutputKind.DELTA, OutputKind.FINAL), strict=True))
+SamplingType = IntEnum("SamplingType", ["GREEDY", "RANDOM", "RANDOM_SEED"], start=0)
 
 
-class SamplingType(IntEnum):
-    GREEDY = 0
-    RANDOM = 1
-    RANDOM_SEED = 2
+class Fields:
+    """Attributes with defaults, which may be set by keyword and later; those of vLLM's classes stand in a table.
+
+    Raises:
+        TypeError: an unknown name.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    __hash__ = None  # type: ignore[assignment]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, **values: Any) -> None:
+        if unknown := values.keys() - self.defaults.keys():
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
+        self.__dict__.update({**self.defaults, **values})
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
-@dataclass
-class SamplingParams:
-    """As `wavecore.SamplingParams`, with vLLM's order of fields; `output_kind` is for `AsyncLLM`.
-
-    The last block holds what vLLM has and we do not: at its default it asks for nothing.
+class SamplingParams(Fields):
+    """The fields of `wavecore.SamplingParams`; `output_kind`, for `AsyncLLM`; and those that vLLM alone has.
 
     Raises:
         ValidationError: a value out of bounds.
         NotSupportedError: a value that asks for what is not here; with the way out.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    best_of: int | None = None
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **{name: default for name, default in defaults(core.SamplingParams).items() if name != "bad_words_token_ids"},
+        **{"best_of": None, "output_kind": RequestOutputKind.CUMULATIVE},
+        **{name: rule["default"] for name, rule in FOREIGN_SAMPLING.items()},
+    }
+    __annotations__ = dict.fromkeys(defaults, Any)  # which programs read to know the fields
 
-    watermarking: bool | None = None
-    prompt_logprob_token_ids: Any = None
-    prompt_logprob_start: int | None = None
-    logprob_token_ids: Sequence[int] | None = None
-    flat_logprobs: bool = False
-    stream_interval: int | None = None
-    skip_clone: bool = False
-    output_text_buffer_length: int = 0
-    structured_outputs: Any = None
-    guided_decoding: Any = None
-    extra_args: Mapping[str, Any] | None = None
-    logits_processors: Any = None
-    skip_reading_prefix_cache: bool | None = None
-    thinking_token_budget: int | None = None
-    repetition_detection: Any = None
-    routed_experts_prompt_start: int = 0
-    trace_decode_token_ids: Sequence[int] | None = None
-    truncate_prompt_tokens: int | None = None
-    use_beam_search: bool | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            if getattr(self, name) is None:
-                setattr(self, name, [])
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        self.checked()
+    def __init__(self, n: int = 1, **values: Any) -> None:
+        super().__init__(n=n, **values)
+        checked = self.checked()
+        self.stop, self.stop_token_ids, self.bad_words = (
+            list(given or ()) for given in (checked.stop, checked.stop_token_ids, checked.bad_words)
+        )
 
     def checked(self) -> core.SamplingParams:
         """The same as the engine's own, checked now."""
@@ -107,11 +81,12 @@ class SamplingParams:
             check_foreign(FOREIGN_SAMPLING, name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValidationError("output_kind", f"must be a RequestOutputKind, not {self.output_kind!r:.60}")
-        return core.SamplingParams(best_of=self.best_of, **{name: getattr(self, name) for name in _SHARED})
+        own = vars(self).keys() - FOREIGN_SAMPLING.keys() - {"output_kind"}
+        return core.SamplingParams(**{name: getattr(self, name) for name in own})
 
     @classmethod
     def of(cls, params: core.SamplingParams) -> Self:
-        return cls(**{name: value for name in _SHARED if (value := getattr(params, name)) not in (None, ())})
+        return cls(**params.to_wire())
 
     @classmethod
     def from_optional(cls, **values: Any) -> Self:
@@ -123,12 +98,7 @@ class SamplingParams:
 
     @property
     def sampling_type(self) -> SamplingType:
-        if self.temperature == 0:
-            return SamplingType.GREEDY
-        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
-
-
-_SHARED = [f.name for f in fields(SamplingParams) if f.name in defaults(core.SamplingParams)]
+        return SamplingType(0 if self.temperature == 0 else 1 if self.seed is None else 2)
 
 
 def checked(params: Any) -> Any:
@@ -138,13 +108,26 @@ def checked(params: Any) -> Any:
     return [checked(one) for one in params] if isinstance(params, Sequence) else params
 
 
+def our_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call without those that only vLLM has.
+
+    Raises:
+        NotSupportedError: one of these asks for something; with the way out.
+    """
+    for name in given.keys() & FOREIGN_ARGUMENTS.keys():
+        value = given[name]  # a list holds one a prompt
+        for one in value if isinstance(value, list) else [value]:
+            check_foreign(FOREIGN_ARGUMENTS, name, one)
+    return {name: value for name, value in given.items() if name not in FOREIGN_ARGUMENTS}
+
+
 @dataclass
 class BeamSearchParams:
     """Of `LLM.beam_search`.
 
     Attributes:
-        temperature: must be 0: beams are not drawn.
         length_penalty: a beam's score is its log-probability divided by its length to this power.
+        temperature: changes nothing, since beams are not drawn.
     """
 
     beam_width: int
@@ -153,10 +136,9 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
-    structured_outputs: Any = None
+    structured_outputs: None = None
     skip_special_tokens: bool = True
-    watermarking: bool | None = None
-    allowed_token_ids: Sequence[int] | None = None
+    allowed_token_ids: None = None
 
 
 @dataclass
@@ -168,33 +150,4 @@ class LoRARequest:
     lora_path: str = ""
 
 
-class UsageContext(Enum):
-    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
-    LLM_CLASS = "LLM_CLASS"
-    API_SERVER = "API_SERVER"
-    ENGINE_CONTEXT = "ENGINE_CONTEXT"
-
-
-def refuse_extras(**values: Any) -> None:
-    """Raises:
-    NotSupportedError: an argument of vLLM's that we can only take where it asks for nothing.
-    """
-    for name, value in values.items():
-        empty = value is None or (isinstance(value, Sequence | Mapping) and not any(value))
-        if not empty:
-            raise NotSupportedError(f"{name}: {_WAYS_OUT[name]}")
-
-
-_WAYS_OUT = {
-    "lora_request": "merge the adapter into the weights first",
-    "mm_processor_kwargs": "images, audio and video are not supported",
-    "tokenization_kwargs": "only add_special_tokens is supported; give prompt_token_ids for more",
-    "data_parallel_rank": "a client chooses the engine with the least work",
-    "session_id": "requests are not bound to sessions",
-    "kv_hints": "the prefix cache needs no hints",
-    "pooling_params": 'use pooling="last" or "mean"',
-    "structured_outputs": "constrained decoding is not supported",
-    "allowed_token_ids": "beams are of all tokens",
-    "reasoning_ended": "constrained decoding is not supported",
-    "reasoning_parser_kwargs": "constrained decoding is not supported",
-}
+UsageContext = Enum("UsageContext", ["UNKNOWN_CONTEXT", "LLM_CLASS", "API_SERVER", "ENGINE_CONTEXT"])

@@ -112,7 +112,6 @@ async def test_an_added_request_gathers_its_outputs(llm: AsyncLLM) -> None:
     final = greedy(output_kind=RequestOutputKind.FINAL_ONLY)
     first = await llm.add_request("first", PROMPT, final)
     second = await llm.add_request("second", PROMPT, greedy(max_tokens=200), priority=0)
-    assert second.get_nowait() is None
     output = await first.get()
     assert output.finished and len(output.outputs[0].token_ids) == 8
     assert not (await second.get()).finished
@@ -124,8 +123,8 @@ async def test_an_added_request_gathers_its_outputs(llm: AsyncLLM) -> None:
 
 async def test_facts_that_servers_ask_for(llm: AsyncLLM) -> None:
     assert (llm.is_running, llm.is_stopped, llm.errored, llm.dead_error) == (True, False, False, None)
-    assert llm.model_config.max_model_len == (await llm.get_model_config()).max_model_len == 256
-    assert llm.vllm_config is await llm.get_vllm_config()
+    assert llm.model_config.max_model_len == llm.vllm_config.model_config.max_model_len == 256
+    assert llm.get_num_unfinished_requests() == 0
     assert llm.tokenizer is llm.get_tokenizer()
     assert await llm.is_tracing_enabled() is False
     await llm.check_health()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wavecore import ConfigError, NotSupportedError, ValidationError
+from wavecore import NotSupportedError, ValidationError
 from wavecore.vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from wavecore.vllm.sampling_params import BeamSearchParams, RequestOutputKind
 
@@ -404,9 +404,9 @@ def test_facts_of_the_engine_under_vllm_s_names(llm: LLM) -> None:
         config.max_model_len = 3
 
 
-def test_a_template_that_is_no_file(tiny_llama: Any) -> None:
-    with pytest.raises(ConfigError, match="chat_template"):
-        LLM(str(tiny_llama), chat_template="/no/such/file")
+def test_a_template_is_given_to_each_chat(tiny_llama: Any) -> None:
+    with pytest.raises(NotSupportedError, match="chat_template"):
+        LLM(str(tiny_llama), chat_template="{{ messages }}")
 
 
 # --- LLMEngine -------------------------------------------------------------------------------------------------------

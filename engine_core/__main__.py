@@ -67,7 +67,16 @@ def _build(args: argparse.Namespace, child: SupervisedChild) -> EngineCoreProc:
 
 def _resolved(config: EngineConfig, info: RunnerInfo) -> dict[str, Any]:
     """What an attached client needs to know: it has no config of its own."""
-    told = ("model", "tokenizer", "skip_tokenizer_init", "served_model_name", "max_num_queued_reqs")
+    told = (
+        "model",
+        "tokenizer",
+        "skip_tokenizer_init",
+        "served_model_name",
+        "generation_config",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_num_queued_reqs",
+    )
     return {name: getattr(config, name) for name in told} | asdict(info)
 
 

@@ -37,6 +37,8 @@ class EngineConfig:
         tokenizer: a folder or tokenizer.json; None takes the model's.
         skip_tokenizer_init: token ids in, token ids out; no text.
         served_model_name: name shown to clients; None takes the model's folder or file name.
+        load_format: "dummy" draws random weights, to try or measure a model of which only config.json is here.
+        generation_config: "vllm" leaves what generation_config.json recommends for sampling; its end tokens stay ends.
         dtype: "auto" takes the checkpoint's on a GPU and float32 on a CPU.
         device: "auto", "cpu", "cuda" or "cuda:N".
         seed: base of random seeds for requests without one; None draws entropy.
@@ -95,6 +97,8 @@ class EngineConfig:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     served_model_name: str | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    generation_config: Literal["auto", "vllm"] = "auto"
     dtype: Dtype = "auto"
     device: str = "auto"
     seed: Annotated[int | None, SEED] = None

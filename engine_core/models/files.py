@@ -54,7 +54,7 @@ class ModelSource:
     gguf: GgufFile | None = None
 
 
-def open_model(model: str, progress: Progress, tokenizer: str | None = None) -> ModelSource:
+def open_model(model: str, progress: Progress, tokenizer: str | None = None, need_weights: bool = True) -> ModelSource:
     """Resolve a model's name and read what it is.
 
     Args:
@@ -63,7 +63,7 @@ def open_model(model: str, progress: Progress, tokenizer: str | None = None) -> 
     Raises:
         ModelError, NotSupportedError: naming the file, and the way out.
     """
-    path = resolve_model(model, progress)
+    path = resolve_model(model, progress, need_weights)
     if path.is_file():
         file = read_gguf(path)
         spec, ids = gguf.from_gguf(file), gguf.end_token_ids(file)
@@ -75,12 +75,13 @@ def open_model(model: str, progress: Progress, tokenizer: str | None = None) -> 
     return ModelSource(path, spec, tuple(dict.fromkeys(i for i in ids if 0 <= i < spec.vocab_size)), file)
 
 
-def resolve_model(model: str, progress: Progress = lambda _phase, _fraction: None) -> Path:
+def resolve_model(model: str, progress: Progress = lambda _phase, _fraction: None, need_weights: bool = True) -> Path:
     """The local folder or `.gguf` file that `model` names; a folder with one model as `.gguf` stands for it.
 
     Args:
         model: "default", a folder, a `.gguf` file, or the id of a repository on the Hugging Face hub.
         progress: called as progress("fetch", fraction) where something is downloaded.
+        need_weights: a folder must hold them.
 
     Raises:
         ModelError: nothing there, or something that is not safe to read.
@@ -99,10 +100,10 @@ def resolve_model(model: str, progress: Progress = lambda _phase, _fraction: Non
             f"model {model!r} is no folder, no .gguf file and no hub id; "
             'give one of these, or "default" for SmolLM2-135M-Instruct'
         )
-    return _model_in(path).absolute()
+    return _model_in(path, need_weights).absolute()
 
 
-def _model_in(folder: Path) -> Path:
+def _model_in(folder: Path, need_weights: bool) -> Path:
     """The folder, if it holds config.json and weights, else the one `.gguf` file in it."""
     ggufs = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
     if ggufs and not any(folder.glob("*.safetensors")):
@@ -112,7 +113,8 @@ def _model_in(folder: Path) -> Path:
         return ggufs[0]
     if not (folder / "config.json").exists():
         raise _no_model(folder, "config.json")
-    weight_files(folder)
+    if need_weights:
+        weight_files(folder)
     return folder
 
 

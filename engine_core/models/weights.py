@@ -115,6 +115,13 @@ def fill(tensors: Placed, spec: ModelSpec, dtype: torch.dtype, device: torch.dev
     return parameters
 
 
+def draw(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Parameters:
+    """Random weights, small and the same at every start."""
+    dice = torch.Generator(device).manual_seed(0)
+    empty = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in spec.shapes().items()}
+    return {name: parameter.uniform_(-0.05, 0.05, generator=dice) for name, parameter in empty.items()}
+
+
 def parts_of(spec: ModelSpec, form: str) -> dict[str, Part]:
     """Every tensor name of a checkpoint and where it goes.
 

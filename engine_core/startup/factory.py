@@ -28,7 +28,7 @@ def make_runner(config: EngineConfig, progress: Callable[[str, float], None]) ->
     # frontend needs: on two busy cores steps then took five to ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # What is wrong with the files shows before torch is imported.
-    source = open_model(config.model, progress, config.tokenizer)
+    source = open_model(config.model, progress, config.tokenizer, config.load_format != "dummy")
     progress("import", 0.0)
     from wavecore.engine_core.startup.loader import load_runner
 

@@ -16,7 +16,7 @@ from wavecore.engine_core.models.decoder import Decoder
 from wavecore.engine_core.models.files import ModelSource, Progress
 from wavecore.engine_core.models.gguf_weights import open_gguf
 from wavecore.engine_core.models.spec import ModelSpec
-from wavecore.engine_core.models.weights import Parameters, fill, open_folder
+from wavecore.engine_core.models.weights import Parameters, draw, fill, open_folder
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.startup.free_memory import free_memory
 from wavecore.engine_core.startup.kv_cache_size import allocate_kv_cache, most_blocks
@@ -51,7 +51,11 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
     block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
     length = _max_model_len(config, spec, block_size, dtype, device)
     progress("load", 0.0)
-    parameters = _load_weights(source, dtype, device, progress)
+    if config.load_format == "dummy":
+        check_weights(source, dtype, device)
+        parameters = draw(spec, dtype, device)
+    else:
+        parameters = _load_weights(source, dtype, device, progress)
     info = RunnerInfo(
         num_blocks=0,
         num_host_blocks=0,

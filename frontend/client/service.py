@@ -121,8 +121,10 @@ class Service:
             ModelError: generation_config.json recommends what cannot be.
         """
         path = str(self.resolved.get("model_path", ""))
+        if not path or self.resolved.get("generation_config") == "vllm":
+            return SamplingParams()
         try:
-            return SamplingParams(**generation_defaults(path)) if path else SamplingParams()
+            return SamplingParams(**generation_defaults(path))
         except ValidationError as error:
             raise ModelError(f"{path}/generation_config.json: {error}; correct it, or give SamplingParams") from error
 

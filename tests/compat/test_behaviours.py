@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -445,3 +446,20 @@ def test_requests_one_by_one_and_steps(llm: LLM, tokens: list[int]) -> None:
 def test_beams_out_of_bounds(llm: LLM, values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=list(values)[-1]):
         llm.beam_search([PROMPT], BeamSearchParams(**{"max_tokens": 4, **values}))
+
+
+# --- settings that change what is loaded -----------------------------------------------------------------------------
+
+
+def test_random_weights_and_no_recommended_sampling(tiny_llama: Path, tmp_path: Path) -> None:
+    """A folder without weights, whose generation_config.json is left aside."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tiny_llama / name).read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 4}')
+    settings = {"load_format": "dummy", "dtype": "float32", "kv_cache_memory_gib": 0.05, "disable_tqdm": True}
+    with LLM(str(tmp_path), **settings) as first:
+        assert first.get_default_sampling_params().temperature == 0.3
+        drawn = one(first).outputs[0].token_ids
+    with LLM(str(tmp_path), generation_config="vllm", **settings) as second:
+        assert second.get_default_sampling_params() == SamplingParams()
+        assert one(second).outputs[0].token_ids == drawn

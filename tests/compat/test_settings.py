@@ -74,6 +74,8 @@ def test_a_sampling_parameter_that_is_not_here_is_refused_with_the_way_out(name:
         ({"hf_overrides": {}, "override_generation_config": {}, "revision": "main"}, {}),
         ({"logits_processors": [], "pooler_config": None, "speculative_config": None}, {}),
         ({"use_tqdm_on_load": False}, {"disable_tqdm": True}),
+        ({"load_format": "safetensors", "generation_config": "auto"}, {}),
+        ({"load_format": "dummy", "generation_config": "vllm"}, {"load_format": "dummy", "generation_config": "vllm"}),
         ({"seed": 0, "gpu_memory_utilization": 0.92}, {"seed": 0, "gpu_memory_utilization": 0.92}),
     ],
 )
@@ -93,7 +95,6 @@ def test_values_that_mean_what_we_do(given: dict[str, Any], meant: dict[str, Any
         ("enable_expert_parallel", True),
         ("pipeline_parallel_size", 2),
         ("tensor_parallel_size", 2),
-        ("load_format", "bitsandbytes"),
         ("model_impl", "transformers"),
         ("cpu_offload_gb", 4),
         ("logits_processors", ["a"]),

@@ -12,7 +12,7 @@ from wavecore.frontend.client.service import Service
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.prompts import as_prompt
 from wavecore.frontend.text.tokenizer import Tokenizer
-from wavecore.frontend.vllm.engine_args import OWN_DEFAULTS, EngineArgs
+from wavecore.frontend.vllm.engine_args import EngineArgs, own_defaults
 from wavecore.frontend.vllm.llm import encoded
 from wavecore.frontend.vllm.model_config import ModelConfig, VllmConfig
 from wavecore.frontend.vllm.params import OUTPUT_KINDS, RequestOutputKind, checked, our_arguments
@@ -54,7 +54,7 @@ class AsyncLLM(own.AsyncLLM):
     """As vLLM's class of that name; streams are cumulative unless `SamplingParams.output_kind` says otherwise."""
 
     def __init__(self, model: str | Path = "default", **settings: Any) -> None:
-        super().__init__(model, **{**OWN_DEFAULTS, **settings})
+        super().__init__(model, **{**own_defaults(), **settings})
 
     def _attach(self, service: Service) -> None:
         super()._attach(service)

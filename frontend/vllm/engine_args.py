@@ -8,13 +8,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from wavecore.frontend.compat import FOREIGN, SETTINGS, yaml_value
+from wavecore.frontend.compat import FOREIGN, SETTINGS, from_environment, yaml_value
 from wavecore.frontend.vllm.params import Fields
 
 DEFAULTS = {name: rule["default"] for name, rule in FOREIGN.items() if "default" in rule} | {"model": "default"}
 """Every setting of vLLM with its default there; None where that is an object of vLLM's own."""
-OWN_DEFAULTS = {name: DEFAULTS[name] for name in ("seed", "gpu_memory_utilization")}
-"""Defaults that are not ours and that a program may rely on."""
+RELIED_ON = ("seed", "gpu_memory_utilization")
+
+
+def own_defaults() -> dict[str, Any]:
+    """Defaults that are not ours and that a program may rely on, unless the environment says otherwise."""
+    return {name: DEFAULTS[name] for name in RELIED_ON} | from_environment(RELIED_ON)
 
 
 class EngineArgs(Fields):
@@ -42,7 +46,7 @@ class EngineArgs(Fields):
     def settings(self) -> dict[str, Any]:
         """As keywords of `LLM`: what is not vLLM's default."""
         differing = {name: value for name, value in vars(self).items() if value != self.defaults[name]}
-        return {"model": str(self.model), **OWN_DEFAULTS, **differing}
+        return {"model": str(self.model), **own_defaults(), **differing}
 
     def create_engine_config(self, *_: Any, **__: Any) -> Self:
         """What `AsyncLLM.from_vllm_config` takes."""

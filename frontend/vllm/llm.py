@@ -14,7 +14,7 @@ from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from wavecore.frontend.progress_bars import UseTqdm
 from wavecore.frontend.prompts import as_prompts, token_ids
 from wavecore.frontend.vllm.beam_search import BeamSearchOutput, beam_search
-from wavecore.frontend.vllm.engine_args import OWN_DEFAULTS, EngineArgs
+from wavecore.frontend.vllm.engine_args import EngineArgs, own_defaults
 from wavecore.frontend.vllm.llm_engine import LLMEngine
 from wavecore.frontend.vllm.metrics import Metric, read_metrics
 from wavecore.frontend.vllm.params import BeamSearchParams, SamplingParams, checked, our_arguments
@@ -32,7 +32,7 @@ class LLM(own.LLM):
     """
 
     def __init__(self, model: str | Path = "default", **settings: Any) -> None:
-        super().__init__(model, **{**OWN_DEFAULTS, **settings})
+        super().__init__(model, **{**own_defaults(), **settings})
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:  # type: ignore[override]
@@ -74,6 +74,7 @@ class LLM(own.LLM):
     ) -> list[BeamSearchOutput]:
         """The `beam_width` most likely texts of each prompt that a search by beams finds; see `beam_search`."""
         our_arguments({"lora_request": lora_request})
+        given.pop("priority", None)  # decides nothing between the beams of one call
         return beam_search(self._service, as_prompts(prompts), params, use_tqdm, **given)
 
     def embed(self, prompts: Any, **given: Any) -> list[EmbeddingRequestOutput]:

@@ -82,7 +82,8 @@ def test_ends_may_be_ignored(llm: LLM, reference: PreTrainedModel) -> None:
 @pytest.mark.parametrize("limit", [1, 2])
 def test_a_limit_of_prompts_at_once_changes_nothing(llm: LLM, limit: int) -> None:
     params = BeamSearchParams(3, 4)
-    limited, free = (llm.beam_search(PROMPTS, params, concurrency_limit=at_once) for at_once in (limit, None))
+    limited = llm.beam_search(PROMPTS, params, None, False, concurrency_limit=limit, priority=0)
+    free = llm.beam_search(PROMPTS, params)
     for one, other in zip(limited, free, strict=True):
         assert [beam.tokens for beam in one.sequences] == [beam.tokens for beam in other.sequences]
 

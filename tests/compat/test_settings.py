@@ -152,3 +152,9 @@ def test_every_method_of_vllm_is_there_or_refused_with_the_way_out(kind: str, na
     if name != "tokenizer" and not hasattr(owner, name):  # that one is an object's own
         with pytest.raises(NotSupportedError, match=f"^{name}: .{{8}}"):
             getattr(owner.__new__(owner), name)
+
+
+def test_the_environment_is_stronger_than_vllm_s_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WAVECORE_SEED", "5")
+    assert EngineArgs("there").settings() == {"model": "there", "seed": 5, "gpu_memory_utilization": 0.92}
+    assert EngineArgs("there", seed=6).settings()["seed"] == 6

@@ -21,7 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from wavecore.engine_core.api.model_files import unreadable
-from wavecore.transport.errors import ModelError, NotSupportedError
+from wavecore.transport.errors import ModelError, NotSupportedError, WavecoreError
 from wavecore.transport.wire.checks import shown
 
 MAX_DIMS = 4
@@ -83,7 +83,7 @@ def read_gguf(path: Path) -> GgufFile:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             found = _Header(path, data).parse()
     except (OSError, ValueError) as error:
-        if isinstance(error, ModelError):
+        if isinstance(error, WavecoreError):
             raise
         raise unreadable(path, error) from error
     if (count := found.metadata.get("split.count", 1)) not in (0, 1):

@@ -23,7 +23,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llm(tiny_llama: Path) -> Iterator[LLM]:
     made = LLM(str(tiny_llama), **SMALL)
     yield made

@@ -32,19 +32,19 @@ def one(llm: LLM, prompt: Any = PROMPT, **values: Any) -> RequestOutput:
     return output
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tokens(llm: LLM) -> list[int]:
     return list(one(llm).outputs[0].token_ids)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def words(llm: LLM) -> list[int]:
     """Tokens that are plain letters, so that every one of them shows at once."""
     tokenizer = llm.get_tokenizer()
     return [token for token in range(tokenizer.vocab_size) if tokenizer.decode([token]).strip().isalpha()]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def texts(llm: LLM, words: list[int]) -> list[str]:
     """The text of a greedy answer in `words` after 0, 1, ... tokens."""
     answer = one(llm, allowed_token_ids=words).outputs[0]

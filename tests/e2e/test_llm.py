@@ -232,7 +232,7 @@ def test_plain_script_without_main_guard(hello_model: dict[str, str], tmp_path: 
     ("settings", "error", "text"),
     [
         ({"max_model_lenn": 5}, ConfigError, "did you mean max_model_len"),
-        ({"trust_remote_code": True}, NotSupportedError, "never run"),
+        ({"enable_lora": True}, NotSupportedError, "merge the adapter"),
         ({"quantization": "awq"}, NotSupportedError, "GGUF"),
         ({"enable_lora": True}, NotSupportedError, "merge the adapter"),
         ({"max_num_seqs": "8"}, ConfigError, "max_num_seqs must be a whole number"),

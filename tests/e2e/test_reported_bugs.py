@@ -152,7 +152,7 @@ def test_engine_stops_when_the_reader_leaves(llm: LLM) -> None:
         ("temperature", -1.0),
         ("top_p", 0.0),
         ("seed", 1 << 64),
-        ("stop", ["x"] * 17),
+        ("stop", ["x"] * 129),
         ("stop", "x" * 257),
         ("bad_words", ["x"] * 129),
         ("max_tokens", True),

@@ -126,10 +126,10 @@ class SamplingParams(WireFields):
     def __post_init__(self, best_of: int | None) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(value := getattr(self, name), bool):
-                self._put(name, int(value) or None)
+                object.__setattr__(self, name, int(value) or None)
         make_plain(self, _CHECKS)
         if self.seed == -1:
-            self._put("seed", None)
+            object.__setattr__(self, "seed", None)
         if best_of is not None and OF_REQUEST.whole("best_of", best_of, 1, MAX_N) != self.n:
             way_out = "ask for that many as n, with logprobs=0, and keep those of the highest cumulative_logprob"
             raise ValidationError("best_of", f"must be n, {self.n}, not {best_of}; {way_out}")

@@ -404,7 +404,7 @@ def test_without_detokenize_log_probabilities_have_no_text() -> None:
         params = SamplingParams(logprobs=1, detokenize=detokenize)
         request = EngineRequest("0", None, np.array([1], np.int32), params, {}, RequestOptions())
         mailbox = Mailbox(request, TOKENIZER, ThreadNotifier(), OutputKind.FINAL)
-        mailbox.deliver(0, [5], FinishReason.LENGTH, {"logprobs": [0, 1, 2]}, frames)
+        mailbox.deliver(0, [5], NOW, FinishReason.LENGTH, {"logprobs": [0, 1, 2]}, frames)
         output = mailbox.take()
         assert output is not None and output.outputs[0].logprobs is not None
         texts = [entry.decoded_token for entry in output.outputs[0].logprobs[0].values()]

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,15 +100,17 @@ def test_full_disk(deploy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir(mode=0o700)
+def small_disk() -> Iterator[Path]:
+    """A file system of 64 KiB; its path is short enough for sockets, as pytest's need not be."""
+    disk = Path(tempfile.mkdtemp(prefix="wc-"))
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "wavecore-test", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
+    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    if mounted:
+        yield disk
+        subprocess.run(["umount", str(disk)], check=True)
+    disk.rmdir()
+    if not mounted:
         pytest.skip("only root may mount a file system")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def fill(disk: Path) -> Path:

@@ -64,7 +64,8 @@ def eos_token_id(folder: Path) -> int | None:
 
     def find(values: dict[str, Any]) -> int | None:
         vocab = values.get("model", {}).get("vocab")
-        ids = dict(vocab) if isinstance(vocab, dict) else {}
+        pieces = [piece[0] for piece in vocab] if isinstance(vocab, list) else []  # of a Unigram: [text, score]
+        ids = dict(vocab) if isinstance(vocab, dict) else {text: i for i, text in enumerate(pieces)}
         ids |= {token["content"]: token["id"] for token in values.get("added_tokens", ())}
         ids |= {token["content"]: index for index, token in known.added.items()}
         return int(ids[text]) if text in ids else None

@@ -47,7 +47,7 @@ LAYOUTS: list[tuple[dict[str, Any], set[int]]] = [
         {9},
     ),
     ({"tokenizer_config": {"eos_token": "<e>"}, "tokenizer": {"model": {"vocab": {"a": 0, "<e>": 3}}}}, {3}),
-    ({"tokenizer_config": {"eos_token": "<e>"}, "tokenizer": {"model": {"vocab": [["<e>", 0.0]]}}}, set()),
+    ({"tokenizer_config": {"eos_token": "<e>"}, "tokenizer": {"model": {"vocab": [["<e>", 0.0]]}}}, {0}),
     ({"tokenizer_config": {"eos_token": None, "add_eos_token": True}}, set()),
     ({"tokenizer_config": {"eos_token": "<e>"}}, set()),
     # The map goes first beside a config without added tokens, else it fills gaps.
@@ -61,6 +61,13 @@ LAYOUTS: list[tuple[dict[str, Any], set[int]]] = [
     ),
     ({"tokenizer_config": {"eos_token": "<e>", **decoder("<e>", 2)}, "special_tokens_map": {"eos_token": "<f>"}}, {2}),
     ({"tokenizer_config": decoder("<e>", 2), "special_tokens_map": {"eos_token": "<e>"}}, {2}),
+    (
+        {
+            "tokenizer_config": {"eos_token": "</s>"},
+            "tokenizer": {"model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["</s>", -1.5]]}},
+        },
+        {1},
+    ),
 ]
 
 

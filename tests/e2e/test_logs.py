@@ -27,7 +27,7 @@ with LLM({model!r}, tokenizer={tokenizer!r}, block_size=4, num_gpu_blocks_overri
 
 
 def stderr_of(files: dict[str, str], more: str = "", **environment: str) -> str:
-    """Of a program in which requests push each other out."""
+    """Of a program in which requests push each other out: steps are slow enough that they run together."""
     script = PREEMPTS.format(**files, more=more)
     env = {**os.environ, **environment}
     done = subprocess.run(
@@ -38,12 +38,12 @@ def stderr_of(files: dict[str, str], more: str = "", **environment: str) -> str:
 
 
 def test_quiet_by_default(tmp_path: Path) -> None:
-    assert stderr_of(write_model(tmp_path)) == ""
+    assert stderr_of(write_model(tmp_path, step_seconds=0.01)) == ""
 
 
 @pytest.mark.parametrize("way", ["setting", "variable"])
 def test_preemptions_are_told_at_info(tmp_path: Path, way: str) -> None:
-    files = write_model(tmp_path)
+    files = write_model(tmp_path, step_seconds=0.01)
     text = stderr_of(files, ', log_level="info"') if way == "setting" else stderr_of(files, WAVECORE_LOG_LEVEL="INFO")
     assert re.search(r"INFO \[\d+ engine 0\] wavecore\S+: preempted request \d", text)
 
@@ -87,7 +87,7 @@ def test_a_program_with_logging_of_its_own_keeps_it(own_logger: logging.Logger) 
 def test_a_client_that_attaches_has_the_variable(
     tmp_path: Path, own_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(**write_model(tmp_path)) as llm:
+    with LLM(**write_model(tmp_path, step_seconds=0.01)) as llm:
         monkeypatch.setenv("WAVECORE_LOG_LEVEL", "debug")
         monkeypatch.setenv("WAVECORE_MAX_NUM_SEQS", "not of its concern")
         connect(llm.runtime_dir).shutdown()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import _thread
 import itertools
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -48,14 +49,22 @@ class Calls:
             self._settle(number, from_code(error.code, str(error)))
 
     def _settle(self, number: int, outcome: Result | WavecoreError) -> None:
-        _, future = self._pending.pop(number, (0, None))
-        if future is None:  # ended already
+        if number not in self._pending:  # ended already
             return
-        failed = isinstance(outcome, WavecoreError)
-        settle: Callable[[Any], None] = future.set_exception if failed else future.set_result
         # A future has a lock, and a signal handler may have interrupted its caller with it: a thread of this moment
         # waits for it, not the IO thread.
         try:
-            _thread.start_new_thread(settle, (outcome,))
+            _thread.start_new_thread(self._finish, (number, outcome))
         except RuntimeError:  # the system gives no thread
-            settle(outcome)
+            self._finish(number, outcome)
+
+    def _finish(self, number: int, outcome: Result | WavecoreError) -> None:
+        """The first outcome counts. A call is pending until then, so that the child of a fork ends it, too."""
+        _, future = self._pending.get(number, (0, None))
+        if future is not None:
+            with suppress(InvalidStateError):
+                if isinstance(outcome, WavecoreError):
+                    future.set_exception(outcome)
+                else:
+                    future.set_result(outcome)
+            self._pending.pop(number, None)

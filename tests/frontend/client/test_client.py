@@ -375,6 +375,17 @@ def test_pending_calls_fail_with_the_engine(world: World) -> None:
         world.client.call("stats")
 
 
+def test_a_call_whose_answer_was_on_its_way_at_a_fork_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = world.client.call("stats")
+    number = world.pump.sent[-1][1].call  # type: ignore[union-attr]
+    with monkeypatch.context() as fork:
+        fork.setattr("_thread.start_new_thread", lambda *_: 0)  # the thread that has the answer stays in the parent
+        world.pump.on_event(0, Result(b"", 1, number, "", "", {"x": 1}))
+    world.client.forked()
+    with pytest.raises(RequestError, match="belongs to process"):
+        call.result(5)
+
+
 def test_call_without_an_answer_ends(world: World) -> None:
     with pytest.raises(RequestTimeout, match="gave no answer"):
         world.client.call("stats", timeout=0.01).result(5)

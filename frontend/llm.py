@@ -13,7 +13,7 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.base import BaseLLM
 from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS, OutputKind
 from wavecore.frontend.client.notifiers import ThreadNotifier
-from wavecore.frontend.client.offline import run_batch
+from wavecore.frontend.client.offline import raise_if_all, run_batch
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.client.utilities import Inspection
 from wavecore.frontend.outputs import EmbeddingRequestOutput, RequestOutput, shown
@@ -166,9 +166,7 @@ class LLM(BaseLLM, Inspection):
         options = embedding_options(pooling, timeout)
         requests = [self._service.prepare(prompt, EMBEDDING_PARAMS, options) for prompt in as_prompts(prompts)]
         outputs = [EmbeddingRequestOutput.of(output) for output in run_batch(self._service, requests, use_tqdm)]
-        errors = [output.error for output in outputs if output.error is not None]
-        if errors and len(errors) == len(outputs):
-            raise errors[0]
+        raise_if_all([output.error for output in outputs])
         return outputs
 
     # --- facts and control ---------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import queue
 import secrets
-import socket
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from slow_link import SlowLink
 
 from wavecore.transport.curve import CurveClient, CurveServer, create_keys
 from wavecore.transport.io.client_pump import ClientPump
@@ -29,38 +29,7 @@ from wavecore.transport.wire.messages import Abort, Add, FinishReason, Ready, St
 from wavecore.transport.wire.step_tokens import finish_rows
 from wavecore.transport.wire.tensors import from_numpy
 
-CHUNK = 16 << 10
 LARGE, TINY, ABORTED, AFTER = 1, 2, 3, 4
-
-
-class SlowProxy:
-    """Forwards connections to a port of this host. `sent` counts the bytes from clients to the port."""
-
-    def __init__(self, address: str, rate: float) -> None:
-        self._target = ("127.0.0.1", int(address.rpartition(":")[2]))
-        self._rate = rate
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
-        self.sent = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            near, _ = self._server.accept()
-            far = socket.create_connection(self._target)
-            threading.Thread(target=self._copy, args=(near, far, True), daemon=True).start()
-            threading.Thread(target=self._copy, args=(far, near, False), daemon=True).start()
-
-    def _copy(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
-        free_at = time.monotonic()
-        try:
-            while data := source.recv(CHUNK):
-                free_at = max(free_at, time.monotonic()) + len(data) / self._rate
-                time.sleep(max(0.0, free_at - time.monotonic()))
-                sink.sendall(data)
-                self.sent += len(data) if up else 0
-        except OSError:
-            return
 
 
 def serve(output: OutputPump, inbound: queue.SimpleQueue[Any]) -> None:
@@ -110,7 +79,7 @@ def main() -> None:
         inputs = InputPump("tcp://127.0.0.1:0", output, admit=lambda add: add, input_queue=inbound, curve=server)
         for thread in (inputs, output, threading.Thread(target=serve, args=(output, inbound), daemon=True)):
             thread.start()
-        up, down = SlowProxy(inputs.endpoint, args.rate), SlowProxy(output.endpoint, args.rate)
+        up, down = (SlowLink(end, "tcp://127.0.0.1:0", args.rate) for end in (inputs.endpoint, output.endpoint))
         client = ClientPump(on_event)
         client.connect(0, up.address, down.address, CurveClient.load(keys / "client.key", server_key))
         wait(0)

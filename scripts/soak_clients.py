@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from scripted_tokens import right_tokens
+from slow_link import SlowLink
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
@@ -36,7 +36,6 @@ REPAIR_SECONDS = 10.0
 TRIES = 4  # after the engine's death in the middle
 STREAMS = 40  # that a client begins
 LINK_RATE = 200_000  # bytes a second
-CHUNK = 4096
 
 
 class Broken(Exception):
@@ -172,8 +171,13 @@ def slow_link(runtime_dir: Path, chance: random.Random) -> None:
         there.chmod(0o700)
         (there / "lock").symlink_to(runtime_dir / "lock")
         attach(runtime_dir).shutdown()
+        cut_after = partial(chance.randrange, 20_000, 200_000)
         entries = json.loads((runtime_dir / "deployment.json").read_text())["engines"]
-        links = {e[side]: Link(e[side], there / f"{e['index']}.{side}", chance) for e in entries for side in SIDES}
+        links = {
+            e[side]: SlowLink(e[side], f"ipc://{there}/{e['index']}.{side}", LINK_RATE, cut_after)
+            for e in entries
+            for side in SIDES
+        }
         for link in links.values():
             stack.callback(link.close)
         done = threading.Event()
@@ -189,7 +193,7 @@ def slow_link(runtime_dir: Path, chance: random.Random) -> None:
 SIDES = ("input", "output")
 
 
-def copy_deployment(source: Path, folder: Path, links: Mapping[str, Link]) -> None:
+def copy_deployment(source: Path, folder: Path, links: Mapping[str, SlowLink]) -> None:
     """deployment.json with the links' addresses; without a word where the disk or the supervisor has none just now."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         deployment = json.loads((source / "deployment.json").read_text())
@@ -202,45 +206,6 @@ def copy_deployment(source: Path, folder: Path, links: Mapping[str, Link]) -> No
 def _follow(done: threading.Event, copy: Callable[[], None]) -> None:
     while not done.wait(0.05):
         copy()
-
-
-class Link:
-    """A way to a socket that lets LINK_RATE bytes a second through; a connection ends after a random number of them."""
-
-    def __init__(self, target: str, path: Path, chance: random.Random) -> None:
-        self.address = f"ipc://{path}"
-        self._target, self._chance = target.removeprefix("ipc://"), chance
-        self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind(str(path))
-        self._server.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._server.accept()
-                far = socket.socket(socket.AF_UNIX)
-                try:
-                    far.connect(self._target)
-                except OSError:
-                    near.close()
-                    continue
-                most = self._chance.randrange(20_000, 200_000)
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=self._copy, args=(*ends, most), daemon=True).start()
-
-    def _copy(self, source: socket.socket, sink: socket.socket, most: int) -> None:
-        with contextlib.suppress(OSError):
-            while most > 0 and (data := source.recv(CHUNK)):
-                most -= len(data)
-                time.sleep(len(data) / LINK_RATE)
-                sink.sendall(data)
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 KINDS: Mapping[str, Callable[[Path, random.Random], None]] = {

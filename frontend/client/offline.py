@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.frontend.client.notifiers import ThreadNotifier
@@ -11,7 +12,7 @@ from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.progress_bars import BatchBar, UseTqdm
-from wavecore.transport.errors import Overloaded
+from wavecore.transport.errors import Overloaded, WavecoreError
 
 PAUSE_SECONDS = 0.1  # before an overloaded engine is asked again
 REFUSED_SECONDS = 60.0  # an engine that takes nothing of ours for so long will not: its refusals are final then
@@ -43,10 +44,14 @@ def run_batch(
             service.client.abort(mailbox)
         bar.close()
     outputs = [batch.done[i] for i in range(len(requests))]
-    errors = [choice.error for output in outputs for choice in output.outputs]
+    raise_if_all([choice.error for output in outputs for choice in output.outputs])
+    return outputs
+
+
+def raise_if_all(errors: Sequence[WavecoreError | None]) -> None:
+    """Raise the first error of a batch in which all failed; None stands for what did not."""
     if errors and errors[0] and all(errors):
         raise errors[0]
-    return outputs
 
 
 class _Batch:

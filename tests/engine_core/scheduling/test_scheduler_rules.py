@@ -88,8 +88,9 @@ def test_a_swapped_request_may_end_before_its_copy_is_done(caching: bool) -> Non
         assert (driver.outputs[handle], driver.finish[handle]) == driver.expected(handle)
 
 
-def swapped_out(driver: SchedulerDriver) -> None:
+def swapped_out(script: Script, **config: Any) -> SchedulerDriver:
     """Request 0 is in host memory, 1 and 2 run."""
+    driver = small(script, num_gpu_blocks_override=24, swap_space_gib=1.0, scheduling_policy="priority", **config)
     driver.add(0, prompt(0, 20), {"priority": 5}, max_tokens=18)
     driver.add(1, prompt(1, 3), {"priority": 1}, max_tokens=40)
     for _ in range(5):
@@ -97,6 +98,7 @@ def swapped_out(driver: SchedulerDriver) -> None:
     driver.add(2, prompt(2, 60), {"priority": 0}, max_tokens=1)
     step_until(driver, 0, State.PREEMPTED)
     assert driver.core.requests.totals.swapped_tokens > 20
+    return driver
 
 
 def step_until(driver: SchedulerDriver, handle: int, state: State) -> None:
@@ -127,11 +129,7 @@ def test_plans_never_run_before_transfers_that_earlier_ones_had_to_wait_for() ->
 
 
 def test_what_is_in_host_memory_is_computed_again_after_a_reset() -> None:
-    driver = small(
-        SLOW, num_gpu_blocks_override=24, swap_space_gib=1.0, scheduling_policy="priority",
-        enable_prefix_caching=False,
-    )  # fmt: skip
-    swapped_out(driver)
+    driver = swapped_out(SLOW, enable_prefix_caching=False)
     request = driver.core.requests.by_client[CLIENT][0]
     assert request.host_blocks and request.swapped
     before = driver.core.requests.totals.prompt_tokens
@@ -143,11 +141,7 @@ def test_what_is_in_host_memory_is_computed_again_after_a_reset() -> None:
 
 
 def test_others_run_on_while_blocks_come_back_from_the_host() -> None:
-    driver = small(
-        SLOW, num_gpu_blocks_override=24, swap_space_gib=1.0, scheduling_policy="priority",
-        enable_prefix_caching=False,
-    )  # fmt: skip
-    swapped_out(driver)
+    driver = swapped_out(SLOW, enable_prefix_caching=False)
     request = driver.core.requests.by_client[CLIENT][0]
     step_until(driver, 0, State.LOADING)
     [report] = [entry for entry in driver.core.utilities.debug_requests() if entry["handle"] == 0]
@@ -165,8 +159,7 @@ def test_others_run_on_while_blocks_come_back_from_the_host() -> None:
 def test_a_transfer_that_never_seems_to_end_holds_up_only_who_needs_it() -> None:
     """When nothing else can run, the device waits for it, not the plan."""
     never = replace(SCRIPT, transfer_steps=1 << 30)
-    driver = small(never, num_gpu_blocks_override=24, swap_space_gib=1.0, scheduling_policy="priority")
-    swapped_out(driver)
+    driver = swapped_out(never)
     driver.run(limit=200)
     driver.check_all()
     driver = small(never, num_gpu_blocks_override=9, swap_space_gib=1.0, enable_prefix_caching=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,20 +18,6 @@ from wavecore.transport.processes.deployment import Cause
 from wavecore.transport.wire.messages import Dead, FinishReason, Result
 
 STOP, LENGTH, ERROR = int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ERROR)
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    world = World(monkeypatch)
-    yield world
-    world.client.close()
-
-
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    world = World(monkeypatch, engines=2)
-    yield world
-    world.client.close()
 
 
 def tokens_of(mailbox: Mailbox) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +12,8 @@ from tests.support.waiting import until
 from wavecore.frontend.client import deployment_watch
 from wavecore.frontend.client.client import EngineClient
 from wavecore.transport.curve import create_keys
-from wavecore.transport.errors import ConfigError, ResourceError, StartError
+from wavecore.transport.errors import ConfigError, ResourceError, StartError, WavecoreError
 from wavecore.transport.processes import deployment
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    world = World(monkeypatch)
-    yield world
-    world.client.close()
 
 
 @pytest.mark.parametrize("text", ["", "null", '"ready"', "[" * 100_000, '{"supervisor_pid": 1e999}'])
@@ -63,25 +55,31 @@ def test_an_address_that_can_never_be_used_fails_the_constructor(monkeypatch: py
         World(monkeypatch, server_key="x" * 40)
 
 
+class Unreadable:
+    """A deployment.json whose reading fails while `now` is true."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch, error: WavecoreError) -> None:
+        self.now, self._world, self._error = True, world, error
+        monkeypatch.setattr(world.deployment, "read", self.read)
+
+    def read(self, runtime_dir: Path) -> deployment.Deployment:
+        if self.now:
+            raise self._error
+        return self._world.deployment.value
+
+
 def test_a_file_that_is_missing_for_a_moment_is_not_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = True
-
-    def read(runtime_dir: Path) -> deployment.Deployment:
-        if missing:
-            raise StartError("no deployment: it has been stopped")
-        return world.deployment.value
-
-    monkeypatch.setattr(world.deployment, "read", read)
+    missing = Unreadable(world, monkeypatch, StartError("no deployment: it has been stopped"))
     monkeypatch.setattr(deployment_watch, "GONE_SECONDS", 60.0)
     mailbox = world.submit()
     world.kill(0)
     assert world.notifier.wait(0.1) is None  # nothing is known of its end yet
     assert world.client.can_recover()
-    missing = False
+    missing.now = False
     until(lambda: not world.client.engines and world.client._engines[0].error, "the end of the engine")
     world.pump.new_life(0)
     assert len(world.pump.adds()) == 2  # without a token, so it was sent again
-    missing = True
+    missing.now = True
     monkeypatch.setattr(deployment_watch, "GONE_SECONDS", 0.05)
     world.kill(0)
     assert world.notifier.wait(30) is mailbox
@@ -91,20 +89,13 @@ def test_a_file_that_is_missing_for_a_moment_is_not_the_end(world: World, monkey
 def test_a_file_that_cannot_be_read_for_want_of_descriptors_says_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starved = True
-
-    def read_if_there_are_descriptors(runtime_dir: Path) -> deployment.Deployment:
-        if starved:
-            raise ResourceError("Too many open files")
-        return world.deployment.value
-
-    monkeypatch.setattr(world.deployment, "read", read_if_there_are_descriptors)
+    starved = Unreadable(world, monkeypatch, ResourceError("Too many open files"))
     monkeypatch.setattr(deployment_watch, "GONE_SECONDS", 0.0)
     mailbox = world.submit()
     world.kill(0)
     assert world.notifier.wait(0.1) is None
     assert world.client.can_recover()
-    starved = False
+    starved.now = False
     until(lambda: not world.client.engines and world.client._engines[0].error, "the end of the engine")
     world.pump.new_life(0)
     until(lambda: len(world.pump.adds()) == 2, "the request, sent again")

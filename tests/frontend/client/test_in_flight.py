@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,20 +19,6 @@ from wavecore.transport.errors import EngineDead, MessageTooLarge, RequestTimeou
 from wavecore.transport.wire.messages import Add, FinishReason, Ready
 
 LENGTH = int(FinishReason.LENGTH)
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    world = World(monkeypatch)
-    yield world
-    world.client.close()
-
-
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    world = World(monkeypatch, engines=2)
-    yield world
-    world.client.close()
 
 
 def ids(text: str) -> list[int]:

@@ -137,7 +137,6 @@ def collected(runtime_dir: Path, chance: random.Random) -> None:
 
 def signalled(runtime_dir: Path, chance: random.Random) -> None:
     """Works until a signal comes; its handler shuts the client down, wherever the main thread stands."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # between two tries
     llm = attach(runtime_dir)
     stopped = False
 
@@ -162,6 +161,10 @@ def signalled(runtime_dir: Path, chance: random.Random) -> None:
     except WavecoreError:
         if not stopped:
             raise
+    finally:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the next try's
+        if stopped:
+            sys.exit(0)
 
 
 def slow_link(runtime_dir: Path, chance: random.Random) -> None:

@@ -90,7 +90,8 @@ class EngineConfig:
             more. (An engine that does nothing at all while there is work is ended within 5 s.)
         shutdown_timeout: seconds to drain on a first SIGTERM or SIGINT.
         custom_ops: kernel name to "module:function" that replaces it.
-        tensor_parallel_size, data_parallel_size: ranks; more than one is not supported yet.
+        tensor_parallel_size: GPUs of one engine; more than one is not supported yet.
+        data_parallel_size: engines of one deployment, each with the whole model; requests go to the least loaded.
     """
 
     model: str = "default"
@@ -139,9 +140,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         make_plain(self, CHECKS)
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            if getattr(self, name) != 1:
-                raise NotSupportedError(f"{name}={getattr(self, name)}: only 1 is supported in this version")
+        if self.tensor_parallel_size != 1:
+            reason = "only 1 is supported in this version"
+            raise NotSupportedError(f"tensor_parallel_size={self.tensor_parallel_size}: {reason}")
         if self.max_num_batched_tokens >= self.max_num_seqs:
             return
         if self.max_num_seqs == MAX_NUM_SEQS:

@@ -265,13 +265,16 @@ def _settled(make: Callable[[], Prompt]) -> Prompt:
 
 
 def make_supervisor(config: EngineConfig) -> Supervisor:
-    """A supervisor of one engine process, not started yet. From here on this program logs at the engine's level."""
+    """A supervisor of all engines of a deployment, not started yet. From here on this program logs at their level."""
     logs.show(config.log_level)
     # What a custom op's module is imported by: the paths of this program.
     paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
-    engine = ChildSpec("engine 0", "wavecore.engine_core", config.to_json(), paths, MEMORY_ADVICE, SLOW_START_ADVICE)
+    engines = [
+        ChildSpec(f"engine {i}", "wavecore.engine_core", config.to_json(), paths, MEMORY_ADVICE, SLOW_START_ADVICE)
+        for i in range(config.data_parallel_size)
+    ]
     limits = Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout)
-    return Supervisor([engine], runtime_dir=config.runtime_dir, address=config.address, limits=limits)
+    return Supervisor(engines, runtime_dir=config.runtime_dir, address=config.address, limits=limits)
 
 
 def _tokenizer(resolved: Mapping[str, Any], own: Path | None) -> Tokenizer | None:

@@ -46,7 +46,7 @@ from wavecore.frontend.llm import LLM
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.prompts import as_prompt
 from wavecore.transport.errors import EngineDead, WavecoreError
-from wavecore.transport.processes import deployment, engine_process
+from wavecore.transport.processes import deployment, group
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.supervisor import Limits, Supervisor
 
@@ -336,7 +336,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.reader:
         return _read(args.reader)
-    engine_process.MAX_DELAY = 1.0  # a run breaks the engine many times in a minute
+    group.MAX_DELAY = 1.0  # a run breaks the engine many times in a minute
     fds, children = _open_fds(), set(psutil.Process().children(recursive=True))
     with tempfile.NamedTemporaryFile("w", suffix=".json") as script:
         json.dump(SCRIPT, script)

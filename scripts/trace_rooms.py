@@ -134,7 +134,7 @@ def whole_request(model: str, folder: Path) -> tuple[list[Call], list[Call]]:
     environment = {CALLS_FILE: str(log), "PYTHONPATH": paths}
     config = EngineConfig(model=model, **SETTINGS)
     tracer = Tracer()
-    with Supervisor([ChildSpec("engine 0", "trace_rooms", config.to_json(), env=environment)]) as supervisor:
+    with Supervisor([[ChildSpec("engine 0", "trace_rooms", config.to_json(), env=environment)]]) as supervisor:
         runtime_dir = supervisor.start()
         tracer.install()
         with connect(runtime_dir) as llm:

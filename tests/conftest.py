@@ -143,4 +143,4 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     4 ... s; the delays have tests of their own."""
     for module in ("stall", "supervisor"):
         monkeypatch.setattr(f"wavecore.transport.processes.{module}.TICK_SECONDS", 0.1)
-    monkeypatch.setattr("wavecore.transport.processes.engine_process.MAX_DELAY", 0.1)
+    monkeypatch.setattr("wavecore.transport.processes.group.MAX_DELAY", 0.1)

@@ -16,7 +16,7 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.transport.errors import EngineDead
-from wavecore.transport.processes import engine_process
+from wavecore.transport.processes import group
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_engine_that_cannot_be_started_again(deploy: Any, monkeypatch: pytest.Mo
     It stays down: every request and call fails with the cause, and `wavecore engine` ends with status 5. A new start
     gets it going again: of `wavecore engine`, or of a new `LLM`.
     """
-    monkeypatch.setattr(engine_process, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(group, "MAX_FAILED_STARTS", 2)
     with deploy({"step_seconds": 0.02}) as deployed:
         waiting = deployed.stream(1, 3000)
         assert waiting.first.wait(30)

@@ -326,8 +326,8 @@ def test_many_starts_at_once(deploy: Any) -> None:
     """
     with deploy() as deployed:
         config = '{"model": "scripted:", "skip_tokenizer_init": true}'
-        tcp = [Supervisor([ChildSpec("engine 0", "wavecore.engine_core", config)] * 3, address="tcp://127.0.0.1")]
-        ipc = [Supervisor([ChildSpec("engine 0", "wavecore.engine_core", config)] * 3) for _ in range(2)]
+        tcp = [Supervisor([[ChildSpec("engine 0", "wavecore.engine_core", config)]] * 3, address="tcp://127.0.0.1")]
+        ipc = [Supervisor([[ChildSpec("engine 0", "wavecore.engine_core", config)]] * 3) for _ in range(2)]
         threads = [threading.Thread(target=s.start) for s in tcp + ipc]
         for thread in threads:
             thread.start()

@@ -19,6 +19,7 @@ from typing import Any
 
 from wavecore.transport.errors import MORE_MEMORY, as_wavecore_error
 from wavecore.transport.processes.deployment import Cause
+from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.stall import ProgressPage
 
 STACKS_SIGNAL = signal.SIGUSR1  # all threads' stacks to stderr, even when native code holds the GIL
@@ -32,6 +33,9 @@ def parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(program)
     for name in ("config", "status", "parent", "progress"):
         parser.add_argument(f"--{name}-fd", type=int, required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--memory-fd", type=int)
+    parser.add_argument("--bell-fd", type=int, action="append")
     return parser
 
 
@@ -46,6 +50,8 @@ class SupervisedChild:
     Attributes:
         config: the text that the parent gave.
         progress: the page on which the main loop shows that it moves.
+        rank: in its group.
+        group: what it shares with the other ranks; None where it is alone.
         phase: name of what is being done now.
     """
 
@@ -62,6 +68,9 @@ class SupervisedChild:
         os.close(args.progress_fd)
         for fd in (args.status_fd, args.parent_fd):
             os.set_inheritable(fd, False)
+        self.rank = args.rank
+        alone = args.memory_fd is None
+        self.group = None if alone else GroupMemory(args.rank, args.memory_fd, args.bell_fd, self.progress)
         self.phase = "start"
         self._memory_advice = memory_advice
         self._status_fd = args.status_fd
@@ -89,7 +98,9 @@ class SupervisedChild:
         """The last report of a child that ends: the error as the parent will raise it, and as clients may hear it."""
         known = as_wavecore_error(error, self._memory_advice)
         text = "".join(traceback.format_exception(error))
-        cause = Cause(known.code, str(known)[:MAX_REPORT], self.phase, traceback=text[-MAX_REPORT:])
+        cause = Cause(known.code, str(known)[:MAX_REPORT], self.phase, self.rank, traceback=text[-MAX_REPORT:])
+        if self.group is not None:
+            cause = cause.located(f"rank {self.rank}: ")
         self._say({"failed": asdict(cause)})
         return cause
 

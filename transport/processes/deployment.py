@@ -26,7 +26,7 @@ from wavecore.transport.wire.checks import MAX_TEXT, Checker, shown, table
 FILE = "deployment.json"
 SCRATCH = f".{FILE}"
 MAX_BYTES = 1 << 24
-MAX_ENTRIES = 1024  # of engines, and of lines in a log's tail
+MAX_ENTRIES = 1024  # of engines, of an engine's ranks, and of lines in a log's tail
 _CHECKS = Checker(lambda name, reason: ProtocolError(f"{name} {reason}"), any_text=True)
 
 
@@ -38,6 +38,7 @@ class Cause:
         code: a code of transport.errors, or "signal", "exit", "stuck", "deadline".
         message: a full sentence: what, why, what next.
         phase: what the engine was doing ("load", "serve", ...).
+        rank: which of its ranks failed first; the others were ended because of that.
         signal, status: how the process ended; 0 and -1 when it does not apply.
         log_tail: its last lines of output.
     """
@@ -51,6 +52,26 @@ class Cause:
     traceback: str = ""
     log_tail: tuple[str, ...] = ()
 
+    def located(self, who: str = "") -> Cause:
+        """With who it was and in which phase in its message, of which alone clients learn."""
+        where = f" (while: {self.phase})" if self.phase else ""
+        return replace(self, message=f"{who}{self.message}{where}")
+
+
+@dataclass(frozen=True, slots=True)
+class RankEntry:
+    """One process of an engine.
+
+    Attributes:
+        device: what it computes on, as torch names it; empty until it is ready.
+        state: starting, ready, or ended.
+    """
+
+    rank: int
+    pid: int = 0
+    device: str = ""
+    state: str = "starting"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineEntry:
@@ -59,11 +80,13 @@ class EngineEntry:
     Attributes:
         state: starting, ready, draining, waiting (it died and waits for its next start), restarting, stopped, failed
             (stays down), or dead (with its supervisor).
+        pid: of rank 0.
         epoch: hex of the life that `state` speaks of; empty until ready.
         input, output: endpoints; kept over restarts.
         server_key: CURVE public key, empty on ipc.
         cause: of its last death, kept until it is ready again.
         restarts: how often it was started again.
+        ranks: the processes of its present or last life.
     """
 
     index: int
@@ -75,6 +98,7 @@ class EngineEntry:
     server_key: str = ""
     cause: Cause | None = None
     restarts: int = 0
+    ranks: tuple[RankEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +122,7 @@ class Deployment:
         return json.dumps(asdict(self), indent=1)
 
 
-T = TypeVar("T", Cause, EngineEntry, Deployment)
+T = TypeVar("T", Cause, RankEntry, EngineEntry, Deployment)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -127,8 +151,8 @@ def from_plain(cls: type[T], value: Any) -> T:
         raise ProtocolError(str(error)) from None
 
 
-def _engines(name: str, value: Any) -> tuple[EngineEntry, ...]:
-    return tuple(from_plain(EngineEntry, entry) for entry in _CHECKS.entries(name, value, MAX_ENTRIES))
+def _each(cls: type[T]) -> Callable[[str, Any], tuple[T, ...]]:
+    return lambda name, value: tuple(from_plain(cls, entry) for entry in _CHECKS.entries(name, value, MAX_ENTRIES))
 
 
 _READ: Mapping[Any, Callable[[str, Any], Any]] = {  # by the annotation of a field
@@ -138,7 +162,8 @@ _READ: Mapping[Any, Callable[[str, Any], Any]] = {  # by the annotation of a fie
     "tuple[str, ...]": lambda name, value: _CHECKS.texts(name, value, MAX_ENTRIES, MAX_TEXT),
     "Mapping[str, Any]": lambda _, value: table(value),
     "Cause | None": lambda _, value: None if value is None else from_plain(Cause, value),
-    "tuple[EngineEntry, ...]": _engines,
+    "tuple[EngineEntry, ...]": _each(EngineEntry),
+    "tuple[RankEntry, ...]": _each(RankEntry),
 }
 
 
@@ -204,8 +229,12 @@ def read(runtime_dir: str | Path | Address) -> Deployment:
         f"the supervisor (pid {deployment.supervisor_pid}) of {path.parent} is gone and its engines with it; "
         "start the deployment again",
     )
-    engines = tuple(replace(e, state="dead", cause=e.cause or gone) for e in deployment.engines)
-    return replace(deployment, state="dead", engines=engines)
+    return replace(deployment, state="dead", engines=tuple(_dead(engine, gone) for engine in deployment.engines))
+
+
+def _dead(engine: EngineEntry, gone: Cause) -> EngineEntry:
+    ranks = tuple(replace(rank, state="ended") for rank in engine.ranks)
+    return replace(engine, state="dead", cause=engine.cause or gone, ranks=ranks)
 
 
 def why_dead(runtime_dir: str | Path | Address, index: int, epoch: bytes) -> Cause | None:

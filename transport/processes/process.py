@@ -24,6 +24,7 @@ TAIL_LINES = 100
 TAIL_LINE_CHARS = 2000
 _CHUNK = 1 << 16
 _MAX_UNENDED = 1 << 20
+_STAT_FLAGS, _PF_EXITING = 5, 0x4  # place behind the state in /proc/PID/stat, proc(5); include/linux/sched.h
 _NAMES = {number.value: number.name for number in signal.Signals}
 _SIGNALS: dict[int, str] = {
     signal.SIGILL: "it ran an instruction that this CPU lacks: a wheel built for a newer CPU",
@@ -48,6 +49,8 @@ class ChildSpec:
         env: added to the environment.
         memory_advice, slow_start_advice: told when memory runs out and when it is not ready in time: what to change,
             from whoever knows the config.
+        argv: further arguments of the module.
+        fds: (name, descriptor) of what it inherits besides; it hears the numbers as `--NAME-fd NUMBER`.
     """
 
     name: str
@@ -56,6 +59,8 @@ class ChildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     memory_advice: str = MORE_MEMORY
     slow_start_advice: str = ""
+    argv: Sequence[str] = ()
+    fds: Sequence[tuple[str, int]] = ()
 
 
 class Child:
@@ -63,7 +68,6 @@ class Child:
 
     Args:
         spec: what to run.
-        argv: further arguments of the module.
 
     Attributes:
         pid: of the child, also its process group and session.
@@ -73,7 +77,7 @@ class Child:
         oom_kills: Linux's count at the start, for `explain_end`.
     """
 
-    def __init__(self, spec: ChildSpec, argv: Sequence[str] = ()) -> None:
+    def __init__(self, spec: ChildSpec) -> None:
         self.oom_kills = oom_kills()
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             config = _give(theirs, os.memfd_create("wavecore-config"))
@@ -85,16 +89,16 @@ class Child:
             self.log_fd, log = _pipe(ours, theirs)
             self.progress = ProgressPage(progress)
             ours.callback(self.progress.close)
-            fds = {"config": config, "status": status, "parent": parent, "progress": progress}
-            arguments = [word for name, fd in fds.items() for word in (f"--{name}-fd", str(fd))]
+            fds = [("config", config), ("status", status), ("parent", parent), ("progress", progress), *spec.fds]
+            arguments = [word for name, fd in fds for word in (f"--{name}-fd", str(fd))]
             env = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.env}
             self._process = subprocess.Popen(
                 # -P: the current folder is no place to import from, it may hold a module of any name
-                [sys.executable, "-P", "-m", spec.module, *arguments, *argv],
+                [sys.executable, "-P", "-m", spec.module, *arguments, *spec.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=tuple(fds.values()),
+                pass_fds=[fd for _, fd in fds],
                 env={**env, "PYTHONPATH": python_path(env.get("PYTHONPATH", ""))},
                 start_new_session=True,  # a terminal's Ctrl-C is the supervisor's business
             )
@@ -108,6 +112,14 @@ class Child:
         """Send a signal; a child that has ended already is no error."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
+
+    @property
+    def is_ending(self) -> bool:
+        """Linux takes it down just now: a process lets go of its files, then, maybe much later, counts as ended."""
+        with contextlib.suppress(OSError, IndexError):
+            state, *rest = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            return state not in ("Z", "X") and bool(int(rest[_STAT_FLAGS]) & _PF_EXITING)
+        return False
 
     def kill(self) -> None:
         """End the child and everything that it started. Nothing after `reap`, which frees the process id."""

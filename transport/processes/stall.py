@@ -1,16 +1,21 @@
-"""Is a child stuck? It is when it has work and neither moves nor computes.
+"""Is a rank stuck? It is when it has work and neither moves nor computes.
 
 The child's main loop tells by a page of shared memory whether there is work and whether it moves. Time alone cannot
 tell a hang from a long prefill, a starved core or a debugger, so what Linux says about the child's threads counts
 too: a thread that runs, waits for a core or reads a disk is alive. Such a child gets `step_seconds`, or ten times what
 it expects its step to take, if that is more; one whose threads all sleep gets `idle_seconds`. Ticks are counted, not
 seconds, so a supervisor that was itself stopped or starved does not blame the child for the gap.
+
+In a group a rank may wait for a peer, and says on its page for whom: then the peer has work, whatever it says itself, and
+the one who waits is not stuck. So the verdict falls on the end of the chain. Only ranks that wait for each other in a
+circle are judged as if they did not wait: that is a deadlock.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -19,11 +24,12 @@ TICK_SECONDS = 0.5
 COMPUTING_SHARE = 0.05  # of one core; a hung process still sends a heartbeat now and then
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 EXPECTED_TIMES = 10  # a step may take so many times what the child expected
-_BEATS, _BUSY, _EXPECTED_MS, _HELPER = range(4)
+_BEATS, _BUSY, _EXPECTED_MS, _HELPER, _WAITS_FOR = range(5)
 
 
 class ProgressPage:
-    """Words of 8 bytes: beats, busy, expected ms, and the id of a thread that says nothing about progress.
+    """Words of 8 bytes: beats, busy, expected ms, the id of a thread that says nothing about progress, and the rank that
+    this one waits for, counted from 1.
 
     The child writes, its supervisor reads. A write costs well under a microsecond and needs neither a thread nor the
     GIL to be seen, so what the loop did last is known even of a child that hangs inside native code.
@@ -59,6 +65,10 @@ class ProgressPage:
         """Do not count this thread (native id) as computing: it runs on while the main loop hangs."""
         self._words[_HELPER] = thread_id
 
+    def wait_for(self, rank: int | None) -> None:
+        """The work cannot go on before this rank of the group does something; None: it can."""
+        self._words[_WAITS_FOR] = 0 if rank is None else rank + 1
+
     @property
     def beats(self) -> int:
         return self._words[_BEATS]
@@ -75,16 +85,55 @@ class ProgressPage:
     def helper_id(self) -> int:
         return self._words[_HELPER]
 
+    @property
+    def waits_for(self) -> int | None:
+        """The rank that keeps this one, which has work, from going on."""
+        return self._words[_WAITS_FOR] - 1 if self.is_busy and self._words[_WAITS_FOR] else None
+
     def close(self) -> None:
         self._words.release()
         self._map.close()
 
 
-class StallWatch:
-    """Watches one child, one `tick` every TICK_SECONDS.
+class GroupWatch:
+    """Watches the ranks of a group, one `tick` every TICK_SECONDS.
 
     Args:
-        pid: the child.
+        ranks: the process id and the progress page of each.
+        idle_seconds, step_seconds: see `StallWatch`.
+    """
+
+    def __init__(self, ranks: Sequence[tuple[int, ProgressPage]], idle_seconds: float, step_seconds: float) -> None:
+        self._pages = [page for _, page in ranks]
+        self._watches = [StallWatch(pid, page, idle_seconds, step_seconds) for pid, page in ranks]
+
+    def tick(self) -> tuple[int, str] | None:
+        """None, or a rank that is stuck, and why."""
+        waits = [page.waits_for for page in self._pages]
+        stuck = None
+        for rank, watch in enumerate(self._watches):  # all of them: each counts its ticks
+            circle = _circle(rank, waits)
+            works = waits[rank] is None and (self._pages[rank].is_busy or rank in waits)
+            reason = watch.tick(has_work=works or bool(circle))
+            if reason is not None and stuck is None:
+                deadlock = f"ranks {', '.join(map(str, sorted(circle)))} wait for each other, a deadlock: " if circle else ""
+                stuck = rank, deadlock + reason
+        return stuck
+
+
+def _circle(rank: int, waits: Sequence[int | None]) -> list[int]:
+    """The ranks that wait for each other, beginning with this one; none if it is no part of such a circle."""
+    chain = [rank]
+    while (peer := waits[chain[-1]]) is not None and peer < len(waits) and peer not in chain:
+        chain.append(peer)
+    return chain if peer == rank else []
+
+
+class StallWatch:
+    """Watches one rank, one `tick` every TICK_SECONDS.
+
+    Args:
+        pid: its process.
         page: its progress page.
         idle_seconds: limit for a child with work whose threads all sleep, or that is stopped.
         step_seconds: limit for a child that computes without finishing a step that it expected to be short.
@@ -97,10 +146,10 @@ class StallWatch:
         self._cpu_seconds: float | None = None  # at the last tick without a beat
         self._idle = self._computing = 0
 
-    def tick(self) -> str | None:
-        """None, or why the child counts as stuck."""
+    def tick(self, has_work: bool) -> str | None:
+        """None, or why the rank counts as stuck."""
         stopped = _read_stat(Path(f"/proc/{self._pid}/stat"))[1] in ("T", "t")
-        if not stopped and (not self._page.is_busy or self._page.beats != self._beats):
+        if not stopped and (not has_work or self._page.beats != self._beats):
             self._beats = self._page.beats
             self._idle = self._computing = 0
             self._cpu_seconds = None

@@ -1,10 +1,10 @@
 """Starts, watches, restarts and stops the engines of one host. Embedded by `LLM` and `wavecore engine`.
 
-One thread owns the children: it spawns them (they die with it, see child.SupervisedChild), reads their status and log
-pipes, sees their end by pidfd within a millisecond, and writes `deployment.json` before anybody else learns of a
-change. All that it knows of engines are the lines on the status pipe:
+An engine is a group of processes, its ranks. One thread owns them all: it spawns them (they die with it, see
+child.SupervisedChild), reads their status and log pipes, sees their end by pidfd within a millisecond, and writes
+`deployment.json` before anybody else learns of a change. All that it knows of them are the lines on the status pipe:
     {"phase": str, "fraction": float}    while starting; "bind" is the phase that takes the addresses
-    {"ready": {"input", "output", "epoch", "resolved"}}
+    {"ready": {"input", "output", "epoch", "resolved"}}    of a worker: {"resolved": {"device"}}
     {"failed": fields of deployment.Cause}    the last line of a child that ends on an error
 """
 
@@ -32,7 +32,7 @@ from wavecore.transport.errors import EngineDead, ResourceError, StartError, Wav
 from wavecore.transport.headroom import check_headroom
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Deployment
-from wavecore.transport.processes.engine_process import EngineProcess, Limits, socket_name
+from wavecore.transport.processes.group import Group, Limits, socket_name
 from wavecore.transport.processes.logs import LineWriter
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.runtime_dir import RuntimeDir
@@ -53,28 +53,28 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Runs children until `stop`, or for ever.
+    """Runs engines until `stop`, or for ever.
 
     Args:
-        specs: one child each; index = place in the list.
+        groups: an engine each, index = place in the list; of each its ranks, rank = place.
         runtime_dir: see runtime_dir.RuntimeDir.
         address: None binds ipc sockets in the runtime directory; "tcp://HOST[:PORT]" that interface, with CURVE.
         limits: how long things may take.
 
     Example:
-        with Supervisor([ChildSpec("engine 0", "wavecore.engine_core", config.to_json())]) as supervisor:
+        with Supervisor([[ChildSpec("engine 0", "wavecore.engine_core", config.to_json())]]) as supervisor:
             runtime_dir = supervisor.start()
     """
 
     def __init__(
         self,
-        specs: Sequence[ChildSpec],
+        groups: Sequence[Sequence[ChildSpec]],
         *,
         runtime_dir: str | None = None,
         address: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self._specs, self._where, self._address = tuple(specs), runtime_dir, address
+        self._specs, self._where, self._address = tuple(groups), runtime_dir, address
         self._limits = limits or Limits()
         self._dir: RuntimeDir | None = None
         self._deployment = Deployment("starting", os.getpid(), (), started=time.time())
@@ -96,7 +96,7 @@ class Supervisor:
         return self._deployment
 
     def start(self, progress: Progress | None = None) -> Path:
-        """Start every child and wait until all are ready. Call it once.
+        """Start every engine and wait until all are ready. Call it once.
 
         Args:
             progress: called in this thread with (engine, phase, fraction).
@@ -105,12 +105,13 @@ class Supervisor:
             The runtime directory, all that a client needs.
 
         Raises:
-            WavecoreError: the first child's failure (ModelError, ConfigError, ResourceError, ...), or StartError when
+            WavecoreError: the first engine's failure (ModelError, ConfigError, ResourceError, ...), or StartError when
                 one ended silently or was not ready in time. Nothing is left behind.
         """
         if self._thread is not None:
             raise StartError("this supervisor was started before; make a new one")
-        check_headroom("an engine's supervisor", 24, 3)
+        ranks = [len(specs) for specs in self._specs]
+        check_headroom("an engine's supervisor", 19 + 4 * sum(ranks) + max(ranks), 3)
         sockets = [socket_name(index, end) for index in range(len(self._specs)) for end in ("in", "out")]
         keys = ["keys", *(f"keys/{name}" for name in (*curve.KEY_FILES, curve.ALLOW_LIST))]
         self._dir = RuntimeDir(
@@ -139,7 +140,7 @@ class Supervisor:
             self._waker.wake()
 
     def stop(self, drain: float = 0.0) -> None:
-        """End every child and remove the runtime directory; returns when that is done. Idempotent, from any thread and
+        """End every engine and remove the runtime directory; returns when that is done. Idempotent, from any thread and
         a signal handler.
 
         Args:
@@ -221,18 +222,18 @@ class Supervisor:
         output = LineWriter(lambda: sys.stderr)
         with selectors.DefaultSelector() as selector:
             selector.register(waker.fd, selectors.EVENT_READ, waker.clear)
-            children: list[EngineProcess] = []
+            groups: list[Group] = []
             try:
-                children = self._make(folder, selector, output)
-                self._loop(folder, selector, children)
+                groups = self._make(folder, selector, output)
+                self._loop(folder, selector, groups)
             except Exception as error:  # ours or the machine's: no process may stay, and start() must hear of it
                 self._failure = self._failure or as_wavecore_error(error)
                 if self._started or self._failure is not error:
                     known = self._failure is error
                     logger.error("the supervisor ends, and its engines with it: %s", error, exc_info=not known)
             finally:
-                for child in children:
-                    child.destroy()
+                for group in groups:
+                    group.destroy()
                 folder.remove()
                 waker.close()
                 self._deployment = replace(self._deployment, state="stopped")
@@ -240,7 +241,7 @@ class Supervisor:
                 self._phases.put(None)
                 output.close()
 
-    def _make(self, folder: RuntimeDir, selector: selectors.BaseSelector, output: LineWriter) -> list[EngineProcess]:
+    def _make(self, folder: RuntimeDir, selector: selectors.BaseSelector, output: LineWriter) -> list[Group]:
         server_key = ""
         if self._address:
             check_interface(self._address)
@@ -251,9 +252,9 @@ class Supervisor:
             except OSError as error:
                 raise ResourceError(f"cannot write the keys in {keys}: {error}; name another runtime_dir") from error
         return [
-            EngineProcess(
+            Group(
                 index,
-                spec,
+                specs,
                 runtime_dir=folder.path,
                 address=self._address,
                 server_key=server_key,
@@ -262,19 +263,19 @@ class Supervisor:
                 on_phase=lambda *phase: self._phases.put(phase),
                 on_output=output.put,
             )
-            for index, spec in enumerate(self._specs)
+            for index, specs in enumerate(self._specs)
         ]
 
-    def _loop(self, folder: RuntimeDir, selector: selectors.BaseSelector, children: list[EngineProcess]) -> None:
-        for child in children:
-            child.spawn()
+    def _loop(self, folder: RuntimeDir, selector: selectors.BaseSelector, groups: list[Group]) -> None:
+        for group in groups:
+            group.spawn()
         next_tick = time.monotonic() + TICK_SECONDS
-        while any(c.entry.state != "stopped" for c in children):
-            self._publish(folder, children)
+        while any(g.entry.state != "stopped" for g in groups):
+            self._publish(folder, groups)
             if not self._started and self._deployment.state == "ready":
                 self._started = True
                 self._phases.put(None)
-            if self._is_down(children) and not self._started:
+            if self._is_down(groups) and not self._started:
                 return
             for key, _ in selector.select(max(0.0, next_tick - time.monotonic())):
                 key.data()
@@ -282,32 +283,32 @@ class Supervisor:
                 drain, reason = self._stops.get()
                 if reason:  # logged here: a signal handler may have interrupted the log itself
                     logger.warning("stopping%s: %s", "" if drain > 0 else " at once", reason)
-                for child in children:
-                    child.stop(drain)
+                for group in groups:
+                    group.stop(drain)
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_SECONDS
-                for child in children:
-                    child.tick()
-        self._publish(folder, children)
+                for group in groups:
+                    group.tick()
+        self._publish(folder, groups)
         if not self._started:
             self._failure = StartError("stopped before every engine was ready")
 
-    def _is_down(self, children: list[EngineProcess]) -> bool:
+    def _is_down(self, groups: list[Group]) -> bool:
         """The first start failed, or every engine stays down: the cause is kept for `start` or `wait`."""
-        failure = next((c.failure for c in children if c.failure is not None), None)
-        if failure is None and all(c.entry.state == "failed" for c in children):
-            cause = children[-1].entry.cause
+        failure = next((g.failure for g in groups if g.failure is not None), None)
+        if failure is None and all(g.entry.state == "failed" for g in groups):
+            cause = groups[-1].entry.cause
             failure = EngineDead(f"every engine stays down; the last end: {cause.message if cause else 'unknown'}")
         if failure is not None:
             self._failure = failure
             self._over.set()
         return failure is not None
 
-    def _publish(self, folder: RuntimeDir, children: list[EngineProcess]) -> None:
+    def _publish(self, folder: RuntimeDir, groups: list[Group]) -> None:
         """Bring `deployment.json` up to date, and everything around it that somebody removed."""
-        engines = tuple(c.entry for c in children)
+        engines = tuple(g.entry for g in groups)
         if engines != self._deployment.engines:
-            resolved = next((c.resolved for c in children if c.resolved), {})
+            resolved = next((g.resolved for g in groups if g.resolved), {})
             self._deployment = replace(
                 self._deployment, state=deployment.overall(engines), engines=engines, resolved=resolved
             )

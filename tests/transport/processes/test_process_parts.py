@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from wavecore.transport.processes.engine_process import Backoff
+from wavecore.transport.processes.group import Backoff
 from wavecore.transport.processes.logs import LineWriter
 from wavecore.transport.processes.process import ChildSpec, LineReader, explain_end, oom_kills
 from wavecore.transport.processes.stall import TICK_SECONDS, ProgressPage, StallWatch
@@ -170,24 +170,24 @@ def test_progress_page_and_stall_watch() -> None:
     writer.helper(5)
     assert reader.helper_id == 5
     watch = StallWatch(os.getpid(), reader, idle_seconds=TICK_SECONDS, step_seconds=3 * TICK_SECONDS)
-    assert [watch.tick() for _ in range(5)] == [None] * 5  # idle is never stuck
+    assert [watch.tick(reader.is_busy) for _ in range(5)] == [None] * 5  # idle is never stuck
     writer.busy(True)
     for _ in range(5):
         writer.beat()
-        assert watch.tick() is None
-    assert [watch.tick() for _ in range(2)] == [None] * 2
-    reason = watch.tick()
+        assert watch.tick(reader.is_busy) is None
+    assert [watch.tick(reader.is_busy) for _ in range(2)] == [None] * 2
+    reason = watch.tick(reader.is_busy)
     assert reason is not None
     assert "computed for 1.5 s" in reason
     writer.expect(4.25 * TICK_SECONDS / 10)  # ten times as long is more than the limit
     writer.beat()
-    watch.tick()
-    assert [watch.tick() for _ in range(4)] == [None] * 4
-    assert "computed for 2.5 s" in str(watch.tick())
+    watch.tick(reader.is_busy)
+    assert [watch.tick(reader.is_busy) for _ in range(4)] == [None] * 4
+    assert "computed for 2.5 s" in str(watch.tick(reader.is_busy))
     writer.expect(math.inf)
     writer.beat()
     assert reader.expected_seconds > 1e6
     endless = StallWatch(os.getpid(), reader, idle_seconds=math.inf, step_seconds=math.inf)
-    assert [endless.tick() for _ in range(9)] == [None] * 9
+    assert [endless.tick(True) for _ in range(9)] == [None] * 9
     writer.close()
     reader.close()

@@ -36,14 +36,14 @@ def spec(do: str, **config: Any) -> ChildSpec:
 
 
 def started(do: str, limits: Limits = LIMITS, **config: Any) -> Supervisor:
-    supervisor = Supervisor([spec(do, **config)], limits=limits)
+    supervisor = Supervisor([[spec(do, **config)]], limits=limits)
     supervisor.start()
     return supervisor
 
 
 def test_start_reports_progress_and_stop_leaves_nothing() -> None:
     seen: list[tuple[int, str, float]] = []
-    with Supervisor([spec("serve"), spec("serve")], limits=LIMITS) as supervisor:
+    with Supervisor([[spec("serve")], [spec("serve")]], limits=LIMITS) as supervisor:
         runtime_dir = supervisor.start(lambda *phase: seen.append(phase))
         assert {(0, "load", 0.5), (1, "load", 0.5)} <= set(seen)
         found = deployment.read(runtime_dir)
@@ -62,13 +62,13 @@ def test_start_reports_progress_and_stop_leaves_nothing() -> None:
 
 def test_structured_failure_is_raised_as_the_childs_own_error() -> None:
     with pytest.raises(ModelError, match="truncated") as caught:
-        Supervisor([spec("fail")], limits=LIMITS).start()
+        Supervisor([[spec("fail")]], limits=LIMITS).start()
     assert caught.value.exit_code == 4
 
 
 def test_a_surprise_in_start_keeps_its_traceback() -> None:
     with pytest.raises(StartError, match=r"ZeroDivisionError.*while: load") as caught:
-        Supervisor([spec("surprise")], limits=LIMITS).start()
+        Supervisor([[spec("surprise")]], limits=LIMITS).start()
     assert any("1 / 0" in note for note in caught.value.__notes__)
 
 
@@ -78,12 +78,12 @@ def test_a_surprise_in_start_keeps_its_traceback() -> None:
 )
 def test_silent_death_in_start_names_its_cause(do: str, reason: str) -> None:
     with pytest.raises(StartError, match=reason):
-        Supervisor([spec(do)], limits=LIMITS).start()
+        Supervisor([[spec(do)]], limits=LIMITS).start()
 
 
 def test_start_has_one_deadline() -> None:
     with pytest.raises(StartError, match=r"was not ready after 1\.5 s \(phase: load\)"):
-        Supervisor([spec("hang in load")], limits=Limits(ready=1.5)).start()
+        Supervisor([[spec("hang in load")]], limits=Limits(ready=1.5)).start()
 
 
 def test_kill_is_named_at_once_and_the_engine_comes_back() -> None:
@@ -177,7 +177,7 @@ def test_a_child_that_ignores_signals_is_killed() -> None:
 
 
 def test_stop_from_another_thread_ends_a_start() -> None:
-    supervisor = Supervisor([spec("hang in load")], limits=LIMITS)
+    supervisor = Supervisor([[spec("hang in load")]], limits=LIMITS)
     with pytest.raises(StartError, match="stopped before"):
         supervisor.start(lambda *_: supervisor.request_stop())
 
@@ -209,21 +209,21 @@ def test_a_runtime_dir_serves_one_deployment(tmp_path: Path) -> None:
     where = tmp_path / "run"
     where.mkdir(mode=0o700)
     (where / "notes.txt").write_text("mine")
-    with Supervisor([spec("serve")], runtime_dir=str(where), limits=LIMITS) as first:
+    with Supervisor([[spec("serve")]], runtime_dir=str(where), limits=LIMITS) as first:
         assert first.start() == where
         with pytest.raises(ConfigError, match="in use"):
-            Supervisor([spec("serve")], runtime_dir=str(where), limits=LIMITS).start()
+            Supervisor([[spec("serve")]], runtime_dir=str(where), limits=LIMITS).start()
     assert sorted(p.name for p in where.iterdir()) == ["notes.txt"]
     where.chmod(0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
-        Supervisor([spec("serve")], runtime_dir=str(where), limits=LIMITS).start()
+        Supervisor([[spec("serve")]], runtime_dir=str(where), limits=LIMITS).start()
 
 
 def test_keys_and_allow_list_of_a_named_runtime_dir_survive_its_deployment(tmp_path: Path) -> None:
     where, keys = tmp_path / "run", set()
     for _ in range(2):
         with Supervisor(
-            [spec("serve")], runtime_dir=str(where), address="tcp://127.0.0.1", limits=LIMITS
+            [[spec("serve")]], runtime_dir=str(where), address="tcp://127.0.0.1", limits=LIMITS
         ) as supervisor:
             supervisor.start()
             keys.add(supervisor.deployment().engines[0].server_key)
@@ -240,7 +240,7 @@ def test_keys_that_cannot_be_written_are_named(tmp_path: Path, caplog: pytest.Lo
     if taken == "keys":
         (where / taken).rmdir()
     (where / taken).symlink_to("/nowhere")
-    supervisor = Supervisor([spec("serve")], runtime_dir=str(where), address="tcp://127.0.0.1", limits=LIMITS)
+    supervisor = Supervisor([[spec("serve")]], runtime_dir=str(where), address="tcp://127.0.0.1", limits=LIMITS)
     with pytest.raises(ResourceError, match=rf"cannot write the keys in {where}/keys: .*{taken}"):
         supervisor.start()
     assert (where / taken).is_symlink()
@@ -249,7 +249,7 @@ def test_keys_that_cannot_be_written_are_named(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.parametrize("what", ["deployment.json", "lock", "keys", "all of it", "damaged"])
 def test_what_a_cleaner_took_is_back_within_a_tick(what: str) -> None:
-    with Supervisor([spec("serve")], address="tcp://127.0.0.1", limits=LIMITS) as supervisor:
+    with Supervisor([[spec("serve")]], address="tcp://127.0.0.1", limits=LIMITS) as supervisor:
         path = supervisor.start()
         before, key = deployment.read(path), (path / "keys" / "client.key").read_bytes()
         if what == "damaged":
@@ -280,7 +280,7 @@ def test_of_two_deployments_in_one_folder_the_first_ends_by_name(
     where = tmp_path / "run"
     second = RuntimeDir(str(tmp_path / "second"), [deployment.FILE])
     (second.path / deployment.FILE).write_text("the second's")
-    with Supervisor([spec("serve")], runtime_dir=str(where), limits=LIMITS) as first:
+    with Supervisor([[spec("serve")]], runtime_dir=str(where), limits=LIMITS) as first:
         first.start()
         where.rename(tmp_path / "removed")
         second.path = second.path.rename(where)
@@ -297,7 +297,7 @@ import json, os, sys, time
 from wavecore.transport.processes.process import Child, ChildSpec
 from wavecore.transport.processes.supervisor import Supervisor
 spec = ChildSpec("engine 0", "fake_child", json.dumps({{"do": "serve"}}), {{"PYTHONPATH": {here!r}}})
-supervisor = Supervisor([spec])
+supervisor = Supervisor([[spec]])
 if {serve}:
     sys.exit(supervisor.serve(lambda *phase: print(*phase, flush=True), lambda path: print("ready", path, flush=True)))
 path = supervisor.start()
@@ -368,7 +368,7 @@ def test_a_restart_that_cannot_spawn_is_tried_again(monkeypatch: pytest.MonkeyPa
         return real(*args)
 
     started_once = False
-    monkeypatch.setattr("wavecore.transport.processes.engine_process.Child", spawn)
+    monkeypatch.setattr("wavecore.transport.processes.rank_process.Child", spawn)
     with started("serve") as supervisor:
         started_once = True
         before = supervisor.deployment().engines[0]
@@ -379,7 +379,7 @@ def test_a_restart_that_cannot_spawn_is_tried_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_restart_whose_port_was_taken_gets_another() -> None:
-    with Supervisor([spec("serve on port 5")], address="tcp://127.0.0.1", limits=LIMITS) as supervisor:
+    with Supervisor([[spec("serve on port 5")]], address="tcp://127.0.0.1", limits=LIMITS) as supervisor:
         supervisor.start()
         os.kill(supervisor.deployment().engines[0].pid, signal.SIGKILL)
         cause = until(lambda: (c := supervisor.deployment().engines[0].cause) and "port 5" in c.message and c)
@@ -390,7 +390,7 @@ def test_a_restart_whose_port_was_taken_gets_another() -> None:
 def test_a_child_that_cannot_be_spawned_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(ResourceError, match="could not be started"):
-        Supervisor([spec("serve")], limits=LIMITS).start()
+        Supervisor([[spec("serve")]], limits=LIMITS).start()
 
 
 @pytest.mark.parametrize(
@@ -398,4 +398,4 @@ def test_a_child_that_cannot_be_spawned_leaks_nothing(monkeypatch: pytest.Monkey
 )
 def test_a_bad_address_is_refused_before_anything_starts(address: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(address)):
-        Supervisor([spec("serve")], address=address, limits=LIMITS).start()
+        Supervisor([[spec("serve")]], address=address, limits=LIMITS).start()

@@ -1,0 +1,304 @@
+"""One engine through its lives: a group of ranks that start, serve and end together.
+
+Rank 0 is the engine that clients talk to; other ranks are its workers. They are one failure domain: when one ends, fails
+or is stuck, all are ended at once, and the group starts again as a whole, after a pause, or is given up.
+
+Which rank failed *first* decides what is told. What ranks say and when they end comes from the selector in the order in
+which it happened (Linux queues what epoll watches when it becomes readable). But a process closes its files before it
+counts as ended, and that takes a while where it holds much memory. A peer may so report that its connection broke
+earlier than the death that broke it can be seen; therefore a report gives way to a rank that is on its way out and has
+not said why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wavecore.transport.addresses import engine_ports
+from wavecore.transport.errors import RequestError, StartError, WavecoreError, from_code
+from wavecore.transport.processes import group_memory
+from wavecore.transport.processes.deployment import Cause, EngineEntry
+from wavecore.transport.processes.process import ChildSpec
+from wavecore.transport.processes.rank_process import RankProcess
+from wavecore.transport.processes.stall import GroupWatch
+
+FORGIVE_SECONDS = 600.0
+MAX_FAILED_STARTS = 5
+MAX_DELAY = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds.
+
+    Attributes:
+        ready: from spawn to ready, in all.
+        drain: for running requests after a first signal.
+        step: that one step may compute.
+        idle: that a rank with work may do nothing at all.
+        grace: for a rank to end after it was told to or has said why it fails; then it is killed.
+    """
+
+    ready: float = 600.0
+    drain: float = 30.0
+    step: float = 60.0
+    idle: float = 4.0
+    grace: float = 5.0
+
+
+class Backoff:
+    """Delays 1, 2, 4 ... 60 s between the lives of a group, and from 1 s again after a life of FORGIVE_SECONDS.
+
+    A group that was ready is started again however often it ends: requests may be to blame, and each of them has few
+    tries. One that fails in MAX_FAILED_STARTS starts in a row stays down.
+    """
+
+    def __init__(self) -> None:
+        self._last_end, self._delay, self._failed_starts = -math.inf, 1.0, 0
+
+    def ended(self, now: float, was_ready: bool) -> float | None:
+        """A life ended at `now` (monotonic seconds); the delay before the next start, None for never."""
+        self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            return None
+        delay = 1.0 if now - self._last_end > FORGIVE_SECONDS else self._delay
+        delay = min(delay, MAX_DELAY)
+        self._last_end, self._delay = now, 2.0 * delay
+        return delay
+
+
+class Group:
+    """Owned by the supervisor's thread.
+
+    Args:
+        index: of the engine.
+        specs: what to run, by rank.
+        runtime_dir: folder of the deployment.
+        address: None for ipc, or "tcp://HOST", or "tcp://HOST:PORT".
+        server_key: CURVE public key, empty on ipc.
+        limits: how long things may take.
+        selector: gets the ranks' descriptors, with the method to call as data.
+        on_phase: called with (index, phase, fraction) while rank 0 starts.
+        on_output: called with each line that a rank prints.
+
+    Attributes:
+        entry: its line of the deployment; replaced, never changed.
+        resolved: what rank 0 resolved at start.
+        failure: set when the first start failed.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        specs: Sequence[ChildSpec],
+        *,
+        runtime_dir: Path,
+        address: str | None,
+        server_key: str,
+        limits: Limits,
+        selector: selectors.BaseSelector,
+        on_phase: Callable[[int, str, float], None],
+        on_output: Callable[[str], None],
+    ) -> None:
+        self.entry = EngineEntry(index, server_key=server_key)
+        self.resolved: Mapping[str, Any] = {}
+        self.failure: WavecoreError | None = None
+        self._specs, self._dir, self._address, self._limits = tuple(specs), runtime_dir, address, limits
+        self._selector, self._on_phase, self._on_output = selector, on_phase, on_output
+        self._backoff = Backoff()
+        self._ranks: list[RankProcess] = []  # of this life, until the next one
+        self._watch: GroupWatch | None = None  # from ready on
+        self._first: RankProcess | None = None  # that failed, or ended
+        self._is_over = True  # this life is: its cause is told, though ranks may still be on their way out
+        self._was_ready = self._stopping = False
+        self._spawn_at = self._kill_at = self._ready_by = math.inf
+
+    def spawn(self) -> None:
+        """Start a life."""
+        self._spawn_at = self._kill_at = math.inf
+        self._ready_by = time.monotonic() + self._limits.ready
+        self._ranks, self._watch, self._first, self._is_over = [], None, None, False
+        try:
+            self._spawn_ranks()
+        except OSError as error:  # no descriptors, memory or process ids just now
+            rank = len(self._ranks)
+            self._end_ranks()
+            self._died(Cause("resource", f"{self._name(rank)} could not be started: {error}", "start", rank))
+        else:
+            self._change(pid=self._ranks[0].entry.pid, state="restarting" if self._was_ready else "starting")
+
+    def stop(self, drain: float) -> None:
+        """End all ranks, after at most `drain` seconds of finishing requests; never start them again."""
+        self._stopping, self._spawn_at = True, math.inf
+        if not self._alive:
+            self._change(state="stopped")
+        elif self._is_over or self.entry.state not in ("ready", "draining"):
+            self._ready_by = math.inf
+            self._end_ranks()  # they are still loading: there is nothing to end in order
+        else:  # workers go on as long as rank 0 needs them
+            self._ranks[0].signal(signal.SIGTERM if drain > 0 else signal.SIGINT)
+            self._kill_at = min(self._kill_at, time.monotonic() + drain + self._limits.grace)
+            self._change(state="draining")
+
+    def destroy(self) -> None:
+        """End all ranks at once."""
+        self._end_ranks()
+        for rank in self._ranks:
+            rank.destroy()
+
+    def tick(self) -> None:
+        """Deadlines and the watch on progress; call it every stall.TICK_SECONDS."""
+        now = time.monotonic()
+        if self._is_over:
+            if now >= self._spawn_at and not self._alive:
+                self.entry = replace(self.entry, restarts=self.entry.restarts + 1)
+                self.spawn()
+        elif self._kill_at < math.inf:
+            if now >= self._kill_at:
+                self._end_ranks()
+        elif self._watch is None:
+            if now >= self._ready_by:
+                late = next(rank for rank in self._ranks if rank.endpoints is None)
+                advice = f"{self._specs[0].slow_start_advice}, or " if self._specs[0].slow_start_advice else ""
+                reason = f"was not ready after {self._limits.ready:g} s (phase: {late.phase})"
+                self._give_up(late, "start", f"{reason}; {advice}see its last output for what it waits for")
+        elif stuck := self._watch.tick():
+            self._give_up(self._ranks[stuck[0]], "stuck", f"was stuck and has been ended: {stuck[1]}")
+
+    # --- one life -------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_alone(self) -> bool:
+        """Rank 0 has no workers."""
+        return len(self._specs) == 1
+
+    @property
+    def _alive(self) -> bool:
+        return any(rank.cause is None for rank in self._ranks)
+
+    def _spawn_ranks(self) -> None:
+        ours = self.entry
+        argv = ["--index", str(ours.index), "--runtime-dir", str(self._dir)]
+        argv += ["--input", ours.input or self._bind("in"), "--output", ours.output or self._bind("out")]
+        with contextlib.ExitStack() as until_spawned:
+            shared = [] if self._is_alone else group_memory.create(len(self._specs), until_spawned)
+            for rank, spec in enumerate(self._specs):
+                words = [*spec.argv, *argv, *([] if self._is_alone else ["--rank", str(rank)])]
+                rank_process = RankProcess(
+                    rank,
+                    replace(spec, name=self._name(rank), argv=words, fds=[*spec.fds, *shared]),
+                    selector=self._selector,
+                    on_phase=self._rank_phase if rank == 0 else lambda *_: None,
+                    on_change=self._on_change,
+                    on_output=self._on_output,
+                )
+                self._ranks.append(rank_process)
+
+    def _rank_phase(self, phase: str, fraction: float) -> None:
+        self._on_phase(self.entry.index, phase, fraction)
+
+    def _on_change(self, rank: RankProcess) -> None:
+        """A rank is ready, says why it fails, or has ended."""
+        starts = self._watch is None and not (self._first or self._is_over or self._stopping)
+        if starts and all(r.endpoints for r in self._ranks):
+            self._serve()
+        if self._first is None and not self._is_over and rank.failed:
+            self._first = self._failed_first(rank)
+            for other in self._ranks:
+                if other is not self._first:
+                    other.kill()
+            self._kill_at = min(self._kill_at, time.monotonic() + self._limits.grace)
+        if self._first is not None and self._first.cause is not None and not self._is_over:
+            cause = self._first.cause
+            says_who = self._is_alone or cause.traceback  # what a rank reports itself does
+            self._died(cause if says_who else cause.located())
+        self._change(state="stopped" if self._stopping and not self._alive else self.entry.state)
+
+    def _serve(self) -> None:
+        """All ranks are ready."""
+        said = self._ranks[0].endpoints
+        assert said is not None
+        self.resolved = self._ranks[0].resolved
+        self._was_ready = True
+        pages = [(rank.entry.pid, rank.progress) for rank in self._ranks]
+        self._watch = GroupWatch(pages, self._limits.idle, self._limits.step)
+        self._change(state="ready", cause=None, epoch=said.epoch, input=said.input, output=said.output)
+
+    def _failed_first(self, rank: RankProcess) -> RankProcess:
+        """Who failed first when this is the first rank of which we hear; see the head of this file."""
+        if rank.cause is not None:
+            return rank
+        return next((r for r in self._ranks if r is not rank and r.ends_silently()), rank)
+
+    def _give_up(self, rank: RankProcess, code: str, reason: str) -> None:
+        """Take down the stacks of all ranks, then, in the next tick, end them."""
+        message = f"{rank.name} {reason}"
+        logger.error("%s", message)
+        self._first, self._kill_at = rank, time.monotonic()
+        for each in self._ranks:
+            each.give_up(Cause(code, message, rank.phase))
+
+    def _end_ranks(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+    def _died(self, cause: Cause) -> None:
+        """This life is over. Plan the next one, or give up."""
+        self._is_over, was_ready = True, self._watch is not None
+        self._watch, self._ready_by, self._kill_at = None, math.inf, math.inf
+        if self._stopping:
+            self._change(cause=cause if cause.signal or cause.status > 0 else None)
+            return
+        if not self._was_ready:  # `start` raises it
+            self._change(state="failed", cause=cause)
+            self.failure = self._as_error(cause)
+            return
+        delay = self._backoff.ended(time.monotonic(), was_ready)
+        down = f"stays down after {MAX_FAILED_STARTS} failed starts in a row"
+        then = down if delay is None else f"is started again in {delay:g} s"
+        logger.error("%s ended and %s: %s", self._specs[0].name, then, cause.message)
+        self._change(state="failed" if delay is None else "waiting", cause=cause)
+        if cause.phase == "bind" and not cause.signal:  # its port was taken meanwhile: take a new one
+            self._change(input="", output="")
+        if delay is not None:
+            self._spawn_at = time.monotonic() + delay
+
+    # --- words ----------------------------------------------------------------------------------------------------
+
+    def _change(self, **values: Any) -> None:
+        self.entry = replace(self.entry, ranks=tuple(rank.entry for rank in self._ranks), **values)
+
+    def _name(self, rank: int) -> str:
+        name = self._specs[rank].name
+        return name if self._is_alone else f"{name} rank {rank}"
+
+    def _as_error(self, cause: Cause) -> WavecoreError:
+        """What `start` raises: the child's own error where it is one of the tree, else a StartError with all that is
+        known."""
+        text = (cause.located() if self._is_alone else cause).message
+        error = from_code(cause.code, text)
+        if type(error) in (RequestError, WavecoreError):  # "signal", "exit", "internal", ...
+            error = StartError(text)
+            error.add_note(cause.traceback or "\n".join(("Its last output:", *cause.log_tail[-20:])))
+        return error
+
+    def _bind(self, which: str) -> str:
+        if self._address:
+            return engine_ports(self._address, self.entry.index)[which == "out"]
+        return f"ipc://{self._dir}/{socket_name(self.entry.index, which)}"
+
+
+def socket_name(index: int, end: str) -> str:
+    """The file of an engine's ipc socket; its ends are "in" and "out"."""
+    return f"engine{index}.{end}"

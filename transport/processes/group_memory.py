@@ -1,0 +1,72 @@
+"""What the ranks of a group share: memory, and a bell each. The supervisor makes both new for each life of the group and
+passes them on, so nothing of an old life can be read or rung; who shares what in the memory is the ranks' own affair.
+
+Anonymous memory (memfd) and eventfds: they have no name, need no room in /dev/shm, and end with the last process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from wavecore.transport.processes.stall import ProgressPage
+
+MEMORY_BYTES = 1 << 16  # taken page by page, when they are first written
+
+
+def create(ranks: int, until: ExitStack) -> list[tuple[str, int]]:
+    """The descriptors for `ranks` processes to inherit, as (name, descriptor), in the order of `GroupMemory`.
+
+    Args:
+        until: closes them here, once all ranks have them.
+
+    Raises:
+        OSError: there are no descriptors left, or no memory.
+    """
+    memory = os.memfd_create("wavecore-group")
+    until.callback(os.close, memory)
+    os.ftruncate(memory, MEMORY_BYTES)
+    bells = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(ranks)]
+    for bell in bells:
+        until.callback(os.close, bell)
+    return [("memory", memory), *(("bell", bell) for bell in bells)]
+
+
+class GroupMemory:
+    """One rank's hold on what its group shares.
+
+    Args:
+        rank: who this is.
+        memory_fd: closed here; the mapping stays.
+        bell_fds: of each rank; they stay open.
+        progress: says for whom this rank waits.
+
+    Attributes:
+        words: uint64 [MEMORY_BYTES / 8], zero when the life began. A write is seen whole; each word has one writer.
+    """
+
+    def __init__(self, rank: int, memory_fd: int, bell_fds: Sequence[int], progress: ProgressPage) -> None:
+        self.rank, self.ranks = rank, len(bell_fds)
+        self.words = memoryview(mmap.mmap(memory_fd, MEMORY_BYTES)).cast("Q")
+        os.close(memory_fd)
+        self._bells, self._progress = tuple(bell_fds), progress
+        for bell in bell_fds:
+            os.set_inheritable(bell, False)
+
+    def ring(self, rank: int) -> None:
+        """Wake that rank, or keep it from its next sleep. After the write that it may wait for, so that none is
+        missed."""
+        os.eventfd_write(self._bells[rank], 1)
+
+    def sleep_until(self, is_so: Callable[[], bool], peer: int | None = None) -> None:
+        """Return when `is_so`, which is looked at whenever this rank's bell has rung.
+
+        Args:
+            peer: the rank that has to do something first, if this one has work; the supervisor does not blame who waits.
+        """
+        self._progress.wait_for(peer)
+        while not is_so():
+            os.read(self._bells[self.rank], 8)
+        self._progress.wait_for(None)

@@ -1,0 +1,168 @@
+"""One rank of a group in one life: its process, what it says and prints, and why it ended. When it should end is the
+group's business."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from wavecore.transport.errors import ProtocolError
+from wavecore.transport.processes.child import STACKS_SIGNAL
+from wavecore.transport.processes.deployment import Cause, EngineEntry, RankEntry, from_plain, parse_json
+from wavecore.transport.processes.process import Child, ChildSpec, LineReader, explain_end
+from wavecore.transport.processes.stall import ProgressPage
+from wavecore.transport.wire.checks import ON_WIRE, table
+
+_LAST_READS = 64
+
+logger = logging.getLogger(__name__)
+
+
+class RankProcess:
+    """Owned by the supervisor's thread.
+
+    Args:
+        rank: in its group.
+        spec: what to run.
+        selector: gets this child's descriptors, with the method to call as data, until the child has ended.
+        on_phase: called with (phase, fraction) while it starts.
+        on_change: called with this object when it is ready, says why it fails, or has ended.
+        on_output: called with each line that the child prints.
+
+    Raises:
+        OSError: no descriptors, memory or process ids just now.
+
+    Attributes:
+        entry: its line of the deployment; replaced, never changed.
+        phase: what it is doing.
+        endpoints: where it listens, and its epoch, as it said when it was ready; None until then.
+        resolved: what it resolved at start.
+        reason: why it ends: what it said itself, or why its group ends it; None if it says nothing.
+        cause: why it ended; None while it lives.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        spec: ChildSpec,
+        *,
+        selector: selectors.BaseSelector,
+        on_phase: Callable[[str, float], None],
+        on_change: Callable[[RankProcess], None],
+        on_output: Callable[[str], None],
+    ) -> None:
+        self.phase = "start"
+        self.endpoints: EngineEntry | None = None
+        self.resolved: Mapping[str, Any] = {}
+        self.reason: Cause | None = None
+        self.cause: Cause | None = None
+        self._spec, self._selector, self._on_phase, self._on_change = spec, selector, on_phase, on_change
+        self._child = Child(spec)
+        self.entry = RankEntry(rank, self._child.pid)
+        self._status, self._log = LineReader(self._child.status_fd), LineReader(self._child.log_fd)
+        self._pipes = ((self._status, self._on_status), (self._log, on_output))
+        selector.register(self._child.pidfd, selectors.EVENT_READ, self._on_end)
+        for lines, on_line in self._pipes:
+            selector.register(lines.fd, selectors.EVENT_READ, partial(self._on_readable, lines, on_line))
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self._spec.name} (pid {self.entry.pid})"
+
+    @property
+    def progress(self) -> ProgressPage:
+        """Not after the end."""
+        return self._child.progress
+
+    @property
+    def failed(self) -> bool:
+        """It has ended, or is about to."""
+        return self.reason is not None or self.cause is not None
+
+    def ends_silently(self) -> bool:
+        """It is on its way out, and has not said why."""
+        if not self._child.is_ending:
+            return False
+        self._read(self._status, self._on_status)
+        return self.reason is None
+
+    def signal(self, number: int) -> None:
+        self._child.signal(number)
+
+    def kill(self) -> None:
+        """End the process and all that it started; `on_change` tells when that is done. Nothing after the end."""
+        if self.cause is None:
+            self._child.kill()
+
+    def give_up(self, reason: Cause) -> None:
+        """Take down the stacks of all its threads; the group kills it thereafter."""
+        self.reason = self.reason or reason
+        self._child.signal(STACKS_SIGNAL)
+
+    def destroy(self) -> None:
+        """End the process, if it lives, and wait for that."""
+        if self.cause is None:
+            self._child.kill()
+            self._child.reap()
+
+    def _on_readable(self, lines: LineReader, on_line: Callable[[str], None]) -> None:
+        failed, ready = self.failed, self.endpoints
+        self._read(lines, on_line)
+        if (failed, ready) != (self.failed, self.endpoints):
+            self._on_change(self)
+
+    def _read(self, lines: LineReader, on_line: Callable[[str], None]) -> None:
+        """A pipe may have something to read, or be at its end."""
+        if self.cause is not None or lines.ended:  # the child ended in the same turn of the selector
+            return
+        for text in lines.read():
+            on_line(text)
+        if lines.ended:
+            self._selector.unregister(lines.fd)
+
+    def _on_end(self) -> None:
+        """The process is gone."""
+        if self.cause is not None:
+            return
+        self._child.kill()  # what it started ends with it, and lets go of the pipes
+        for lines, on_line in self._pipes:
+            for _ in range(_LAST_READS):  # bounded: a stray descendant may go on writing
+                self._read(lines, on_line)
+            if not lines.ended:
+                self._selector.unregister(lines.fd)
+        self._selector.unregister(self._child.pidfd)
+        self.cause = self._explain(self._child.reap())
+        self.entry = replace(self.entry, state="ended")
+        self._on_change(self)
+
+    def _explain(self, returncode: int | None) -> Cause:
+        tail, cause = tuple(self._log.tail), self.reason
+        if cause is None:
+            kind = "signal" if returncode and returncode < 0 else "exit"
+            message = explain_end(self._spec, self.entry.pid, returncode, tail, self._child.oom_kills)
+            cause = Cause(kind, message, self.phase)
+        code = -1 if returncode is None else returncode
+        signal = max(0, -(returncode or 0))
+        return replace(cause, rank=self.entry.rank, signal=signal, status=max(-1, code), log_tail=tail)
+
+    def _on_status(self, line: str) -> None:
+        try:
+            said = parse_json(line)
+            if "phase" in said:
+                self.phase = str(said["phase"])
+                self._on_phase(self.phase, ON_WIRE.real("", said["fraction"], 0.0, 1.0))
+            elif "failed" in said:
+                self.reason = from_plain(Cause, said["failed"])
+            elif "ready" in said:
+                found = from_plain(EngineEntry, {**said["ready"], "index": 0})
+                self.resolved = table(said["ready"]["resolved"])
+                device = {"device": self.resolved.get("device", "")}
+                self.entry = replace(self.entry, device=from_plain(RankEntry, {"rank": 0, **device}).device, state="ready")
+                self.phase, self.endpoints = "serve", found
+        except (ProtocolError, KeyError, TypeError) as error:  # a child that was killed in the middle of a line, too
+            logger.warning("%s said %.200r, which is no status: %s", self._spec.name, line, error)

@@ -1,4 +1,5 @@
-"""`python -m wavecore.engine_core`: one engine process, started by a supervisor (`transport/processes/supervisor.py`).
+"""`python -m wavecore.engine_core`: one process of an engine, started by a supervisor
+(`transport/processes/supervisor.py`): rank 0 of its group, which clients talk to, or a worker.
 
 Exit codes: 0 stopped, 2 settings, 3 port or other resource, 4 model, 5 died.
 """
@@ -15,8 +16,9 @@ from typing import Any
 from wavecore.engine_core.api.config import MEMORY_ADVICE, EngineConfig
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.loop.proc import EngineCoreProc
+from wavecore.engine_core.loop.worker_proc import WorkerProc
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.startup.factory import make_runner
+from wavecore.engine_core.startup.factory import make_runner, make_worker
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
 from wavecore.transport.headroom import raise_descriptor_limit
@@ -35,7 +37,7 @@ def main() -> int:
     args = arguments.parse_args()
     raise_descriptor_limit()
     child = SupervisedChild(args, MEMORY_ADVICE)
-    logs.set_up(f"engine {args.index}")
+    logs.set_up(f"engine {args.index}" if child.group is None else f"engine {args.index} rank {child.rank}")
     try:
         proc = _build(args, child)
     except Exception as error:
@@ -50,10 +52,12 @@ def main() -> int:
     return 0
 
 
-def _build(args: argparse.Namespace, child: SupervisedChild) -> EngineCoreProc:
+def _build(args: argparse.Namespace, child: SupervisedChild) -> EngineCoreProc | WorkerProc:
     config = EngineConfig.from_json(child.config)
     logging.getLogger().setLevel(config.log_level.upper())
-    runner = make_runner(config, child.report_phase)
+    if child.rank and child.group:
+        return WorkerProc(*make_worker(config, child.report_phase, child.group), child)
+    runner = make_runner(config, child.report_phase, child.group)
     child.report_phase("bind", 0.0)
     return EngineCoreProc(
         EngineCore(config, runner, expect=child.progress.expect),

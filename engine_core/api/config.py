@@ -140,7 +140,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         make_plain(self, CHECKS)
-        if self.tensor_parallel_size != 1:
+        if self.tensor_parallel_size != 1 and not self.model.startswith("scripted:"):
             reason = "only 1 is supported in this version"
             raise NotSupportedError(f"tensor_parallel_size={self.tensor_parallel_size}: {reason}")
         if self.max_num_batched_tokens >= self.max_num_seqs:

@@ -19,14 +19,18 @@ launch order, like kernels on a stream. Imports no torch: starts in a fraction o
         token is the hash.
     tokenizer (""): reported as the model path, so that text can be decoded.
     load_seconds (0.0): time between the first and the last progress report of loading.
-    faults ({}): any of
+    faults ({}): of one rank; any of
+        rank: whose they are (0)
         load_error: message of a ModelError while loading
+        load_seconds: time that this rank takes in addition
         exit_at_phase: {"phase": "load" or "kv_cache", "code": 3} or {"phase": ..., "signal": 9}: the process ends there
         nan_token: rows of prompts that start with this token come back as NaN faults
         request_fault_token: a step with such a prompt raises RequestFault for it
         oom_token: a step with such a prompt raises OutOfMemory; oom_at_steps: [step id, ...] do
         raise_at_step, hang_at_step: step id at which `wait` raises RuntimeError, or never returns
         exit_at_step: {"step": 5, "code": 3} or {"step": 5, "signal": 9}
+        wait_at_step: {"step": 5, "rank": 0}: in this step the rank waits for that one, for ever
+Workers (ranks above 0) compute nothing; they take as long for a step, and have those faults that no request causes.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +62,7 @@ from wavecore.engine_core.plan import (
     StepResult,
 )
 from wavecore.transport.errors import ModelError, NotSupportedError
+from wavecore.transport.processes.group_memory import GroupMemory
 
 U32 = npt.NDArray[np.uint32]
 Progress = Callable[[str, float], None]
@@ -85,6 +90,9 @@ class Script:
     tokenizer: str = ""
     faults: Mapping[str, Any] = field(default_factory=dict)
 
+    def faults_of(self, rank: int) -> Mapping[str, Any]:
+        return self.faults if self.faults.get("rank", 0) == rank else {}
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return tuple(self.eos_token_id) if isinstance(self.eos_token_id, list) else (self.eos_token_id,)
@@ -106,11 +114,23 @@ class Script:
 
 
 class ScriptedRunner:
-    """Implements `plan.Runner`."""
+    """Implements `plan.Runner`.
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None, script: Script | None = None) -> None:
+    Args:
+        group: shared with the workers, if there are any.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        script: Script | None = None,
+        group: GroupMemory | None = None,
+    ) -> None:
         self.script = script or Script.read(config.model)
-        self._load(progress or (lambda *_: None))
+        self.chain = StepChain(group) if group else None
+        self.faults = self.script.faults_of(0)
+        _load(self.script, self.faults, progress or (lambda *_: None))
         host = self.script.num_host_blocks if config.swap_space_gib > 0 else 0
         self.info = RunnerInfo(
             num_blocks=config.num_gpu_blocks_override or self.script.num_blocks,
@@ -138,7 +158,7 @@ class ScriptedRunner:
         self.device_free = 0.0  # when the made-up device is done with what was waited for
 
     def launch(self, plan: StepPlan) -> _Pending:
-        pending = _Pending(self, plan, time.monotonic())
+        pending = _Pending(self, plan, time.monotonic(), self.chain.launch() if self.chain else 0)
         self.queue.append(pending)
         return pending
 
@@ -201,7 +221,7 @@ class ScriptedRunner:
             targets = self.tokens[slot, start + 1 : min(end + 1, request.num_prompt)]
             if wanted is not None and len(targets):
                 prompt_logprobs[i] = self._logprobs(targets, wanted)
-            if request.token_ids[0] == self.script.faults.get("nan_token", -1):
+            if request.token_ids[0] == self.faults.get("nan_token", -1):
                 faults[i] = 1
             elif plan.samples[i]:
                 tokens[i] = self.tokens[slot, end] = self._next(slot, end)
@@ -242,21 +262,8 @@ class ScriptedRunner:
         values = np.broadcast_to(-0.5 * np.maximum(np.arange(1, k + 2), 2).astype(np.float32) + 0.5, ids.shape)
         return RowLogprobs(ids.astype(np.int32), values.copy(), np.ones(len(chosen), np.int32))
 
-    def _load(self, progress: Progress) -> None:
-        faults = self.script.faults
-        for phase in ("load", "kv_cache"):
-            progress(phase, 0.0)
-            at = faults.get("exit_at_phase", {})
-            if at.get("phase") == phase:
-                _exit(at)
-            if phase == "load":
-                time.sleep(self.script.load_seconds)
-                if "load_error" in faults:
-                    raise ModelError(str(faults["load_error"]))
-            progress(phase, 1.0)
-
     def _fail(self, plan: StepPlan) -> None:
-        faults = self.script.faults
+        faults = self.faults
         if not faults:
             return
         for new in plan.new_requests:
@@ -267,13 +274,71 @@ class ScriptedRunner:
         if plan.step_id in faults.get("oom_at_steps", ()) or faults.get("oom_token", -1) in first_tokens:
             self.queue.clear()
             raise OutOfMemory("the scripted model was told to run out of memory")
-        if plan.step_id == faults.get("raise_at_step", -1):
-            raise RuntimeError("the scripted model was told to raise at this step")
-        if plan.step_id == faults.get("hang_at_step", -1):
-            threading.Event().wait()
-        at = faults.get("exit_at_step", {})
-        if plan.step_id == at.get("step", -1) or at.get("token", -1) in first_tokens:
-            _exit(at)
+        if faults.get("exit_at_step", {}).get("token", -1) in first_tokens:
+            _exit(faults["exit_at_step"])
+        _fail_at(plan.step_id, faults, self.chain)
+
+
+class StepChain:
+    """How ranks share a step: in a chain, so that they wait for each other as in a collective.
+
+    A rank is done with a step when it has done its own part and the rank behind it is done. So one that fails, hangs or
+    is slow holds up all ranks before it, up to rank 0. In the group's memory rank r owns word r, which says how many
+    steps it launched (rank 0) or is done with (the others).
+
+    Args:
+        group: shared with the other ranks.
+    """
+
+    def __init__(self, group: GroupMemory) -> None:
+        self._group, self._rank = group, group.rank
+
+    def launch(self) -> int:
+        """Rank 0: all do one more step; returns how many that makes."""
+        self._group.words[0] += 1
+        for rank in range(1, self._group.ranks):
+            self._group.ring(rank)
+        return self._group.words[0]
+
+    def next_step(self, steps: int) -> None:
+        """The others: sleep until rank 0 has launched more than so many steps."""
+        self._group.sleep_until(lambda: self._group.words[0] > steps)
+
+    def finish(self, steps: int) -> None:
+        """Wait until the rank behind this one is done with so many steps; then this one is, too."""
+        behind = self._rank + 1
+        if behind < self._group.ranks:
+            self._group.sleep_until(lambda: self._group.words[behind] >= steps, behind)
+        if self._rank:
+            self._group.words[self._rank] = steps
+            self._group.ring(self._rank - 1)
+
+    def wait_for_ever(self, rank: int) -> Never:
+        """For a rank that never does what this one waits for."""
+        self._group.sleep_until(lambda: False, rank)
+        raise AssertionError
+
+
+class ScriptedWorker:
+    """A rank above 0: follows the steps of rank 0, and computes nothing."""
+
+    def __init__(self, config: EngineConfig, progress: Progress, group: GroupMemory) -> None:
+        self.script, self.chain = Script.read(config.model), StepChain(group)
+        self.progress, self.faults = group.progress, self.script.faults_of(group.rank)
+        _load(self.script, self.faults, progress)
+
+    def run(self) -> Never:
+        """Until this process is ended, by a fault or by its supervisor."""
+        steps, page = 0, self.progress
+        while True:
+            page.busy(False)
+            self.chain.next_step(steps)
+            page.busy(True)
+            _fail_at(steps, self.faults, self.chain)
+            time.sleep(self.script.step_seconds)
+            steps += 1
+            self.chain.finish(steps)
+            page.beat()
 
 
 @dataclass(eq=False)
@@ -283,6 +348,7 @@ class _Pending:
     runner: ScriptedRunner
     plan: StepPlan
     launched: float
+    steps: int  # of the workers, with this one
 
     def wait(self) -> StepResult:
         assert self.runner.queue[0] is self, "steps must be waited for in launch order"
@@ -294,7 +360,33 @@ class _Pending:
             done = max(self.launched, self.runner.device_free) + seconds
             self.runner.device_free = done
             time.sleep(max(0.0, done - time.monotonic()))
+        if self.runner.chain:
+            self.runner.chain.finish(self.steps)
         return result
+
+
+def _load(script: Script, faults: Mapping[str, Any], progress: Progress) -> None:
+    for phase in ("load", "kv_cache"):
+        progress(phase, 0.0)
+        at = faults.get("exit_at_phase", {})
+        if at.get("phase") == phase:
+            _exit(at)
+        if phase == "load":
+            time.sleep(script.load_seconds + faults.get("load_seconds", 0.0))
+            if "load_error" in faults:
+                raise ModelError(str(faults["load_error"]))
+        progress(phase, 1.0)
+
+
+def _fail_at(step: int, faults: Mapping[str, Any], chain: StepChain | None) -> None:
+    if step == faults.get("raise_at_step", -1):
+        raise RuntimeError("the scripted model was told to raise at this step")
+    if step == faults.get("hang_at_step", -1):
+        threading.Event().wait()
+    if step == faults.get("exit_at_step", {}).get("step", -1):
+        _exit(faults["exit_at_step"])
+    if chain and step == faults.get("wait_at_step", {}).get("step", -1):
+        chain.wait_for_ever(faults["wait_at_step"]["rank"])
 
 
 def _copy(pairs: npt.NDArray[np.int32], source: U32, target: U32) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Never
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import Runner
+from wavecore.transport.processes.group_memory import GroupMemory
 
 
-def make_runner(config: EngineConfig, progress: Callable[[str, float], None]) -> Runner:
+def make_runner(
+    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None = None
+) -> Runner:
     """Load `config.model`.
 
     Args:
         progress: called as progress(phase, fraction) with phases "fetch", "import", "load", "kv_cache".
+        group: shared with the workers, if there are any.
 
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
@@ -21,7 +26,7 @@ def make_runner(config: EngineConfig, progress: Callable[[str, float], None]) ->
     if config.model.startswith("scripted:"):
         from wavecore.engine_core.execution.scripted_runner import ScriptedRunner
 
-        return ScriptedRunner(config, progress)
+        return ScriptedRunner(config, progress, group=group)
     from wavecore.engine_core.models.files import open_model
 
     # OpenMP reads this when torch is first imported. A worker thread that spins while it waits takes the core that the
@@ -33,3 +38,22 @@ def make_runner(config: EngineConfig, progress: Callable[[str, float], None]) ->
     from wavecore.engine_core.startup.loader import load_runner
 
     return load_runner(config, source, progress)
+
+
+def make_worker(
+    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory
+) -> tuple[Callable[[], Never], str]:
+    """Load `config.model` for a rank above 0; so far, only scripted models have such ranks.
+
+    Args:
+        progress, group: as for `make_runner`.
+
+    Returns:
+        What follows rank 0's steps, and the device that it does them on.
+
+    Raises:
+        ModelError, ConfigError: what does not fit, and the way out.
+    """
+    from wavecore.engine_core.execution.scripted_runner import ScriptedWorker
+
+    return ScriptedWorker(config, progress, group).run, "cpu"

@@ -264,8 +264,12 @@ def _settled(make: Callable[[], Prompt]) -> Prompt:
         raise WavecoreError(f"{error!r} while the prompt was made") from error
 
 
-def make_supervisor(config: EngineConfig) -> Supervisor:
-    """A supervisor of all engines of a deployment, not started yet. From here on this program logs at their level."""
+def make_supervisor(config: EngineConfig, limits: Limits | None = None) -> Supervisor:
+    """A supervisor of all engines of a deployment, not started yet. From here on this program logs at their level.
+
+    Args:
+        limits: None takes those of the settings.
+    """
     logs.show(config.log_level)
     # What a custom op's module is imported by: the paths of this program.
     paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
@@ -273,8 +277,9 @@ def make_supervisor(config: EngineConfig) -> Supervisor:
         ChildSpec(f"engine {i}", "wavecore.engine_core", config.to_json(), paths, MEMORY_ADVICE, SLOW_START_ADVICE)
         for i in range(config.data_parallel_size)
     ]
-    limits = Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout)
-    return Supervisor(engines, runtime_dir=config.runtime_dir, address=config.address, limits=limits)
+    groups = [[engine] * config.tensor_parallel_size for engine in engines]
+    limits = limits or Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout)
+    return Supervisor(groups, runtime_dir=config.runtime_dir, address=config.address, limits=limits)
 
 
 def _tokenizer(resolved: Mapping[str, Any], own: Path | None) -> Tokenizer | None:

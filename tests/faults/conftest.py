@@ -22,10 +22,10 @@ from tests.support.waiting import until
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.client.service import make_supervisor
 from wavecore.frontend.llm import LLM
 from wavecore.transport.errors import WavecoreError
 from wavecore.transport.processes.deployment import Cause, EngineEntry
-from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.supervisor import Limits, Supervisor
 
 LIMITS = Limits(ready=60, drain=5, step=60, idle=1.0, grace=5)  # idle: long enough for a machine under load
@@ -167,8 +167,7 @@ def deploy(tmp_path: Path) -> Deploy:
         path = tmp_path / "script.json"
         path.write_text(json.dumps({**SCRIPT, **(script or {})}))
         settings = EngineConfig(model=f"scripted:{path}", skip_tokenizer_init=True, **{"max_num_seqs": 64, **config})
-        spec = ChildSpec("engine 0", "wavecore.engine_core", settings.to_json())
-        supervisor = Supervisor([spec], limits=limits, runtime_dir=settings.runtime_dir, address=settings.address)
+        supervisor = make_supervisor(settings, limits)
         deployed = None
         try:
             deployed = Deployed(supervisor, path)

@@ -29,7 +29,7 @@ from wavecore.transport.processes.supervisor import Supervisor
 EMBED = """
 import multiprocessing, sys, time
 from wavecore.frontend.llm import LLM
-llm = LLM("scripted:{script}", disable_tqdm=True, runtime_dir={runtime_dir!r})
+llm = LLM("scripted:{script}", disable_tqdm=True, runtime_dir={runtime_dir!r}, tensor_parallel_size={ranks})
 if {fork}:
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
 print("ready", llm.runtime_dir, flush=True)
@@ -145,19 +145,21 @@ def gone(family: list[psutil.Process], seconds: float) -> bool:
     return not psutil.wait_procs(family, seconds)[1]
 
 
-@pytest.mark.parametrize("fork", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_killed_program(program: Any, fork: bool) -> None:
+@pytest.mark.parametrize(("fork", "ranks"), [(False, 1), (False, 4), pytest.param(True, 1, marks=pytest.mark.slow)])
+def test_killed_program(program: Any, fork: bool, ranks: int) -> None:
     """The program that embeds the engine is killed (kill -9), even while a fork of it lives on.
 
-    The engine ends within two seconds, by itself. Its runtime directory is removed by the next start.
+    All ranks of the engine end within two seconds, by themselves. Its runtime directory is removed by the next start.
     """
-    one = program(EMBED, fork=fork, runtime_dir=None)
+    one = program(EMBED, fork=fork, runtime_dir=None, ranks=ranks)
     path = one.ready()
-    [engine] = [p for p in one.family() if "wavecore engine" in " ".join(p.cmdline())]
+    engine = [p for p in one.family() if "wavecore engine" in " ".join(p.cmdline())]
+    assert len(engine) == ranks
     one.process.kill()
-    assert gone([engine], 2.0)
+    assert gone(engine, 2.0)
     one.process.wait(30)
-    assert deployment.read(path).state == "dead"
+    found = deployment.read(path)
+    assert (found.state, {rank.state for rank in found.engines[0].ranks}) == ("dead", {"ended"})
     os.killpg(one.process.pid, signal.SIGKILL) if fork else None
     one.finish()
     until(lambda: not is_held(path))
@@ -175,7 +177,7 @@ def test_named_folder_with_files_of_the_users(program: Any, script: Path, runtim
         (run / name).write_text("mine")
     before = {path: path.stat().st_ino for path in run.rglob("*")}
     try:
-        one = program(EMBED, fork=False, runtime_dir=str(run))
+        one = program(EMBED, fork=False, runtime_dir=str(run), ranks=1)
         assert one.ready() == run
         one.process.kill()
         one.finish()

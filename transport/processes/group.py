@@ -1,7 +1,7 @@
 """One engine through its lives: a group of ranks that start, serve and end together.
 
-Rank 0 is the engine that clients talk to; other ranks are its workers. They are one failure domain: when one ends, fails
-or is stuck, all are ended at once, and the group starts again as a whole, after a pause, or is given up.
+Rank 0 is the process that clients talk to; the other ranks are its workers. They are one failure domain: when one ends,
+fails or is stuck, all are ended at once, and the group starts again as a whole, after a pause, or is given up.
 
 Which rank failed *first* decides what is told. What ranks say and when they end comes from the selector in the order in
 which it happened (Linux queues what epoll watches when it becomes readable). But a process closes its files before it

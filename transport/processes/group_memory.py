@@ -1,5 +1,5 @@
-"""What the ranks of a group share: memory, and a bell each. The supervisor makes both new for each life of the group and
-passes them on, so nothing of an old life can be read or rung; who shares what in the memory is the ranks' own affair.
+"""What the ranks of a group share: memory, and a bell each. The supervisor makes both new for each life of the group
+and passes them on, so nothing of an old life can be read or rung. What lies where is the ranks' own affair.
 
 Anonymous memory (memfd) and eventfds: they have no name, need no room in /dev/shm, and end with the last process.
 """
@@ -41,7 +41,7 @@ class GroupMemory:
         rank: who this is.
         memory_fd: closed here; the mapping stays.
         bell_fds: of each rank; they stay open.
-        progress: says for whom this rank waits.
+        progress: where this rank shows that it moves.
 
     Attributes:
         words: uint64 [MEMORY_BYTES / 8], zero when the life began. A write is seen whole; each word has one writer.
@@ -51,7 +51,7 @@ class GroupMemory:
         self.rank, self.ranks = rank, len(bell_fds)
         self.words = memoryview(mmap.mmap(memory_fd, MEMORY_BYTES)).cast("Q")
         os.close(memory_fd)
-        self._bells, self._progress = tuple(bell_fds), progress
+        self.progress, self._bells = progress, tuple(bell_fds)
         for bell in bell_fds:
             os.set_inheritable(bell, False)
 
@@ -64,9 +64,9 @@ class GroupMemory:
         """Return when `is_so`, which is looked at whenever this rank's bell has rung.
 
         Args:
-            peer: the rank that has to do something first, if this one has work; the supervisor does not blame who waits.
+            peer: the rank that keeps this one, which has work, from going on: the supervisor will not blame this one.
         """
-        self._progress.wait_for(peer)
+        self.progress.wait_for(peer)
         while not is_so():
             os.read(self._bells[self.rank], 8)
-        self._progress.wait_for(None)
+        self.progress.wait_for(None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import selectors
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -161,8 +161,8 @@ class RankProcess:
             elif "ready" in said:
                 found = from_plain(EngineEntry, {**said["ready"], "index": 0})
                 self.resolved = table(said["ready"]["resolved"])
-                device = {"device": self.resolved.get("device", "")}
-                self.entry = replace(self.entry, device=from_plain(RankEntry, {"rank": 0, **device}).device, state="ready")
+                values = {"device": self.resolved.get("device", ""), "state": "ready"}
+                self.entry = from_plain(RankEntry, {**asdict(self.entry), **values})
                 self.phase, self.endpoints = "serve", found
         except (ProtocolError, KeyError, TypeError) as error:  # a child that was killed in the middle of a line, too
             logger.warning("%s said %.200r, which is no status: %s", self._spec.name, line, error)

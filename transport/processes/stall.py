@@ -6,9 +6,9 @@ too: a thread that runs, waits for a core or reads a disk is alive. Such a child
 it expects its step to take, if that is more; one whose threads all sleep gets `idle_seconds`. Ticks are counted, not
 seconds, so a supervisor that was itself stopped or starved does not blame the child for the gap.
 
-In a group a rank may wait for a peer, and says on its page for whom: then the peer has work, whatever it says itself, and
-the one who waits is not stuck. So the verdict falls on the end of the chain. Only ranks that wait for each other in a
-circle are judged as if they did not wait: that is a deadlock.
+In a group a rank may wait for a peer, and says on its page for whom: then the peer has work, whatever it says itself,
+and the one who waits is not stuck. So the verdict falls on the end of the chain. Only ranks that wait for each other in
+a circle are judged as if they did not wait: that is a deadlock.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _BEATS, _BUSY, _EXPECTED_MS, _HELPER, _WAITS_FOR = range(5)
 
 
 class ProgressPage:
-    """Words of 8 bytes: beats, busy, expected ms, the id of a thread that says nothing about progress, and the rank that
-    this one waits for, counted from 1.
+    """Words of 8 bytes: beats, busy, expected ms, the id of a thread that says nothing about progress, and the rank
+    that this one waits for, counted from 1.
 
     The child writes, its supervisor reads. A write costs well under a microsecond and needs neither a thread nor the
     GIL to be seen, so what the loop did last is known even of a child that hangs inside native code.
@@ -109,22 +109,22 @@ class GroupWatch:
 
     def tick(self) -> tuple[int, str] | None:
         """None, or a rank that is stuck, and why."""
-        waits = [page.waits_for for page in self._pages]
+        waits = [peer if (peer := page.waits_for) in range(len(self._pages)) else None for page in self._pages]
         stuck = None
         for rank, watch in enumerate(self._watches):  # all of them: each counts its ticks
             circle = _circle(rank, waits)
             works = waits[rank] is None and (self._pages[rank].is_busy or rank in waits)
             reason = watch.tick(has_work=works or bool(circle))
             if reason is not None and stuck is None:
-                deadlock = f"ranks {', '.join(map(str, sorted(circle)))} wait for each other, a deadlock: " if circle else ""
-                stuck = rank, deadlock + reason
+                ranks = ", ".join(map(str, sorted(circle)))
+                stuck = rank, f"ranks {ranks} wait for each other, a deadlock: {reason}" if circle else reason
         return stuck
 
 
 def _circle(rank: int, waits: Sequence[int | None]) -> list[int]:
     """The ranks that wait for each other, beginning with this one; none if it is no part of such a circle."""
     chain = [rank]
-    while (peer := waits[chain[-1]]) is not None and peer < len(waits) and peer not in chain:
+    while (peer := waits[chain[-1]]) is not None and peer not in chain:
         chain.append(peer)
     return chain if peer == rank else []
 

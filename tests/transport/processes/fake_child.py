@@ -70,6 +70,8 @@ def fail_while_loading(do: str, child: SupervisedChild, input_address: str) -> i
         babble(child)
     if do == "die in load":
         os.kill(os.getpid(), signal.SIGKILL)
+    if do == "end":
+        return 0
     if do == "hang in load":
         threading.Event().wait()
     if do == "serve on port 5" and input_address.endswith(":5"):  # only its first child gets that port
@@ -106,6 +108,9 @@ def report_ready(do: str, child: SupervisedChild, input_address: str, output_add
     resolved = {"pid": os.getpid()}
     if do == "grandchild":
         resolved["grandchild"] = subprocess.Popen(["sleep", "600"]).pid
+    if do == "leave something in the memory" and child.group is not None:
+        resolved |= {"ranks": child.group.ranks, "found": child.group.words[child.rank]}
+        child.group.words[child.rank] = 1
     if do == "serve on port 5":
         input_address = "tcp://127.0.0.1:5"
     epoch = os.urandom(16).hex()

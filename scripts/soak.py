@@ -1,12 +1,12 @@
 """Random load, aborts and faults on a real deployment with a scripted model, all from one seed; nothing may be lost.
 
-    python scripts/soak.py --seconds 60 --seed 1
+    python scripts/soak.py --seconds 60 --seed 1 [--dp ENGINES] [--ranks RANKS_OF_EACH]
 
-Faults: the engine is killed by a random signal, stopped for a moment or for good, its sockets get hostile bytes, an
-attached reader is stopped or killed, hundreds of requests are aborted at once; the disk is full for a while, files of
-the runtime directory vanish. Other clients fork, drop streams for the collector to find, stop from a signal handler, or
-sit behind a slow link that breaks. Each request must end exactly once and with the right tokens, each client in time.
-Prints a summary; exit code 1 if a promise was broken.
+Faults: any rank of an engine is killed by a random signal, stopped for a moment or for good, sockets get hostile bytes,
+an attached reader is stopped or killed, hundreds of requests are aborted at once; the disk is full for a while, files
+of the runtime directory vanish. Other clients fork, drop streams for the collector to find, stop from a signal handler,
+or sit behind a slow link that breaks. Each request must end exactly once and with the right tokens, each client in
+time. Prints a summary; exit code 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.frontend.client.notifiers import ThreadNotifier
+from wavecore.frontend.client.service import make_supervisor
 from wavecore.frontend.llm import LLM
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.prompts import as_prompt
 from wavecore.transport.errors import EngineDead, WavecoreError
 from wavecore.transport.processes import deployment, group
-from wavecore.transport.processes.process import ChildSpec
+from wavecore.transport.processes.deployment import EngineEntry
 from wavecore.transport.processes.supervisor import Limits, Supervisor
 
 SCRIPT: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "eos_token_id": [], "num_blocks": 300, "step_seconds": 0.002}
@@ -60,6 +61,7 @@ OTHERS = 2  # clients beside our own
 CLIENT_SECONDS = 90.0  # within which another client must have ended
 SIGNALLED_SECONDS = 15.0  # ... after a signal that tells it to stop
 DISK_SECONDS = 3.0  # that the disk is full
+WRITE = deployment.write
 
 
 @dataclass(slots=True)
@@ -109,8 +111,9 @@ class Soak:
         self.others: list[Other] = []
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.down_since = 0.0  # when we broke the engine, until it serves again
+        self.disk_full_until = 0.0
         self.seen_dead = False
-        self.broken_by, self.broken_epoch = "", ""
+        self.broken_by, self.broken = "", EngineEntry(0)
 
     def run(self, seconds: float) -> Outcome:
         end = time.monotonic() + seconds
@@ -135,7 +138,8 @@ class Soak:
                 reader.send_signal(signal.SIGCONT)
             reader.kill()
             reader.wait()
-        self.check_books()
+        for entry in self.supervisor.deployment().engines:
+            self.check_books(entry.index)
         self.llm.shutdown()
         return self.outcome
 
@@ -176,8 +180,9 @@ class Soak:
             self.others.remove(other)
             self.client_ended(other)
         if self.down_since:
-            engine = self.supervisor.deployment().engines[0]
-            if engine.state == "ready" and engine.epoch != self.broken_epoch and self.service.client.engines:
+            engine = self.supervisor.deployment().engines[self.broken.index]
+            attached = engine.index in self.service.client.engines
+            if engine.state == "ready" and engine.epoch != self.broken.epoch and attached:
                 self.outcome.recovered[self.broken_by].append(now - self.down_since)
                 self.down_since = 0.0
 
@@ -218,13 +223,13 @@ class Soak:
 
     def pause(self) -> None:
         """For less than the limit: nothing may happen."""
-        pid = self.supervisor.deployment().engines[0].pid
+        pid = self.chance.choice(self._engine().ranks).pid
         os.kill(pid, signal.SIGSTOP)
         self.later.append((time.monotonic() + self.chance.uniform(0.2, 1.5), lambda: _signal(pid, signal.SIGCONT)))
 
     def hostile(self) -> None:
         """Bytes of no protocol, and well-framed messages of garbage, spoken without a ZeroMQ library."""
-        entry = self.supervisor.deployment().engines[0]
+        entry = self._engine()
         for address, kind in ((entry.input, b"PUSH"), (entry.output, b"DEALER")):
             with socket.socket(socket.AF_UNIX) as peer, contextlib.suppress(OSError):
                 peer.settimeout(0.5)
@@ -289,10 +294,14 @@ class Soak:
 
     def full_disk(self) -> None:
         """No room for deployment.json, while the engine dies."""
-        full = mock.patch.object(deployment, "write", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        full.start()
-        self.later.append((time.monotonic() + DISK_SECONDS, full.stop))
+        self.disk_full_until = time.monotonic() + DISK_SECONDS
         self.kill()
+
+    def write(self, *args: Any) -> None:
+        """In place of `deployment.write`: it may be asked while a disk is full that was full before."""
+        if time.monotonic() < self.disk_full_until:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        WRITE(*args)
 
     def lost_file(self) -> None:
         """A cleaner of old files takes one of the deployment's, or all of them."""
@@ -301,37 +310,44 @@ class Soak:
             path.unlink(missing_ok=True)
 
     def _break(self, number: signal.Signals) -> None:
-        engine = self.supervisor.deployment().engines[0]
-        self.down_since, self.seen_dead = time.monotonic(), False
-        self.broken_by, self.broken_epoch = number.name, engine.epoch
-        _signal(engine.pid, number)
+        self.down_since, self.seen_dead, self.broken = time.monotonic(), False, self._engine()
+        rank = self.chance.choice(self.broken.ranks)
+        if rank.rank and number == signal.SIGTERM:  # workers leave that to rank 0
+            number = signal.SIGKILL
+        self.broken_by = number.name
+        _signal(rank.pid, number)
+
+    def _engine(self) -> EngineEntry:
+        return self.chance.choice(self.supervisor.deployment().engines)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def check_books(self) -> None:
+    def check_books(self, engine: int) -> None:
         """The engine is idle, its blocks are back and its books are in order."""
         client, wrong = self.service.client, self.outcome.wrong
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             with contextlib.suppress(WavecoreError):
-                stats = client.call("stats", timeout=5).result().value
+                stats = client.call("stats", timeout=5, engine=engine).result().value
                 if stats["running"] == stats["waiting"] == 0:
                     break
             time.sleep(0.1)
         else:
-            wrong.append("the engine is not idle 30 s after the last request ended")
+            wrong.append(f"engine {engine} is not idle 30 s after the last request ended")
             return
-        if client.call("check_integrity").result().value is not True:
-            wrong.append("check_integrity failed")
-        used = client.call("memory_stats").result().value["blocks_in_use"]
+        if client.call("check_integrity", engine=engine).result().value is not True:
+            wrong.append(f"check_integrity of engine {engine} failed")
+        used = client.call("memory_stats", engine=engine).result().value["blocks_in_use"]
         if used:
-            wrong.append(f"{used} blocks are still in use")
+            wrong.append(f"{used} blocks of engine {engine} are still in use")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dp", type=int, default=1, help="engines")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of each engine")
     parser.add_argument("--reader", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.reader:
@@ -341,12 +357,13 @@ def main() -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as script:
         json.dump(SCRIPT, script)
         script.flush()
-        config = EngineConfig(model=f"scripted:{script.name}", skip_tokenizer_init=True, **CONFIG)
-        spec = ChildSpec("engine 0", "wavecore.engine_core", config.to_json())
-        with Supervisor([spec], limits=Limits(ready=60, drain=2)) as supervisor:
+        sizes = {"data_parallel_size": args.dp, "tensor_parallel_size": args.ranks}
+        config = EngineConfig(model=f"scripted:{script.name}", skip_tokenizer_init=True, **CONFIG, **sizes)
+        with make_supervisor(config, Limits(ready=60, drain=2)) as supervisor:
             soak = Soak(supervisor, supervisor.start(), random.Random(args.seed))
-            outcome = soak.run(args.seconds)
-            restarted = supervisor.deployment().engines[0].restarts
+            with mock.patch.object(deployment, "write", soak.write):
+                outcome = soak.run(args.seconds)
+            restarted = sum(engine.restarts for engine in supervisor.deployment().engines)
             runtime_dir = soak.runtime_dir
     if set(psutil.Process().children(recursive=True)) - children:
         outcome.wrong.append("processes are left")
@@ -358,7 +375,10 @@ def main() -> int:
 
 
 def _report(args: argparse.Namespace, outcome: Outcome, lost: int, restarted: int, fds: int) -> None:
-    print(f"seed {args.seed}, {args.seconds:g} s: {outcome.sent} requests, lost = {lost}, wrong = {len(outcome.wrong)}")
+    print(
+        f"seed {args.seed}, {args.seconds:g} s, {args.dp} engines of {args.ranks} ranks: {outcome.sent} requests, "
+        f"lost = {lost}, wrong = {len(outcome.wrong)}"
+    )
     for name, count in sorted(outcome.ends.items()):
         print(f"  {count:7d} {name}")
     print("other clients: " + ", ".join(f"{count} {name}" for name, count in sorted(outcome.ends_of_others.items())))

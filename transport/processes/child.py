@@ -101,7 +101,7 @@ class SupervisedChild:
         cause = Cause(known.code, str(known)[:MAX_REPORT], self.phase, self.rank, traceback=text[-MAX_REPORT:])
         if self.group is not None:
             cause = cause.located(f"rank {self.rank}: ")
-        self._say({"failed": asdict(cause)})
+        self._say({"failed": asdict(cause), "at": time.monotonic()})
         return cause
 
     def _say(self, line: dict[str, Any]) -> None:

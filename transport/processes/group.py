@@ -3,11 +3,10 @@
 Rank 0 is the process that clients talk to; the other ranks are its workers. They are one failure domain: when one ends,
 fails or is stuck, all are ended at once, and the group starts again as a whole, after a pause, or is given up.
 
-Which rank failed *first* decides what is told. What ranks say and when they end comes from the selector in the order in
-which it happened (Linux queues what epoll watches when it becomes readable). But a process closes its files before it
-counts as ended, and that takes a while where it holds much memory. A peer may so report that its connection broke
-earlier than the death that broke it can be seen; therefore a report gives way to a rank that is on its way out and has
-not said why.
+Which rank failed *first* decides what is told. Of those that say why they fail it is the earliest. But a process closes
+its connections before it counts as ended, by far if it holds much memory, so a peer may complain of a broken connection
+before the death that broke it is seen. Therefore who says why gives way to a rank that is ending, or has just ended,
+without a word.
 """
 
 from __future__ import annotations
@@ -237,9 +236,12 @@ class Group:
 
     def _failed_first(self, rank: RankProcess) -> RankProcess:
         """Who failed first when this is the first rank of which we hear; see the head of this file."""
-        if rank.cause is not None:
+        if rank.reason is None:
             return rank
-        return next((r for r in self._ranks if r is not rank and r.ends_silently()), rank)
+        for each in self._ranks:
+            each.read_status()
+        silent = (each for each in self._ranks if each.reason is None and each.is_ending)
+        return next(silent, min(self._ranks, key=lambda each: each.failed_at))
 
     def _give_up(self, rank: RankProcess, code: str, reason: str) -> None:
         """Take down the stacks of all ranks, then, in the next tick, end them."""

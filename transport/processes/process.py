@@ -115,10 +115,10 @@ class Child:
 
     @property
     def is_ending(self) -> bool:
-        """Linux takes it down just now: a process lets go of its files, then, maybe much later, counts as ended."""
+        """Linux takes it down just now, or has done so; `pidfd` says only the latter."""
         with contextlib.suppress(OSError, IndexError):
             state, *rest = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-            return state not in ("Z", "X") and bool(int(rest[_STAT_FLAGS]) & _PF_EXITING)
+            return state in ("Z", "X") or bool(int(rest[_STAT_FLAGS]) & _PF_EXITING)
         return False
 
     def kill(self) -> None:

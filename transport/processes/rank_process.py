@@ -4,6 +4,7 @@ group's business."""
 from __future__ import annotations
 
 import logging
+import math
 import selectors
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -41,6 +42,7 @@ class RankProcess:
         phase: what it is doing.
         endpoints: where it listens, and its epoch, as it said when it was ready; None until then.
         resolved: what it resolved at start.
+        failed_at: when it said why it fails, in seconds of the monotonic clock; infinity until then.
         reason: why it ends: what it said itself, or why its group ends it; None if it says nothing.
         cause: why it ended; None while it lives.
     """
@@ -58,6 +60,7 @@ class RankProcess:
         self.phase = "start"
         self.endpoints: EngineEntry | None = None
         self.resolved: Mapping[str, Any] = {}
+        self.failed_at = math.inf
         self.reason: Cause | None = None
         self.cause: Cause | None = None
         self._spec, self._selector, self._on_phase, self._on_change = spec, selector, on_phase, on_change
@@ -84,12 +87,14 @@ class RankProcess:
         """It has ended, or is about to."""
         return self.reason is not None or self.cause is not None
 
-    def ends_silently(self) -> bool:
-        """It is on its way out, and has not said why."""
-        if not self._child.is_ending:
-            return False
+    @property
+    def is_ending(self) -> bool:
+        """Its process is on its way out, or has just ended."""
+        return self._child.is_ending
+
+    def read_status(self) -> None:
+        """Take in what it has said, without `on_change`."""
         self._read(self._status, self._on_status)
-        return self.reason is None
 
     def signal(self, number: int) -> None:
         self._child.signal(number)
@@ -157,6 +162,7 @@ class RankProcess:
                 self.phase = str(said["phase"])
                 self._on_phase(self.phase, ON_WIRE.real("", said["fraction"], 0.0, 1.0))
             elif "failed" in said:
+                self.failed_at = ON_WIRE.real("", said["at"], 0.0, math.inf)
                 self.reason = from_plain(Cause, said["failed"])
             elif "ready" in said:
                 found = from_plain(EngineEntry, {**said["ready"], "index": 0})

@@ -5,7 +5,7 @@ child.SupervisedChild), reads their status and log pipes, sees their end by pidf
 `deployment.json` before anybody else learns of a change. All that it knows of them are the lines on the status pipe:
     {"phase": str, "fraction": float}    while starting; "bind" is the phase that takes the addresses
     {"ready": {"input", "output", "epoch", "resolved"}}    of a worker: {"resolved": {"device"}}
-    {"failed": fields of deployment.Cause}    the last line of a child that ends on an error
+    {"failed": fields of deployment.Cause, "at": seconds}    the last line of a child that ends on an error
 """
 
 from __future__ import annotations

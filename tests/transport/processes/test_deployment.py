@@ -12,10 +12,13 @@ import pytest
 
 from wavecore.transport.errors import ResourceError, StartError
 from wavecore.transport.processes import deployment
-from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry, why_dead
+from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry, RankEntry, why_dead
 from wavecore.transport.processes.runtime_dir import RuntimeDir
 
-ENTRY = EngineEntry(0, "waiting", 7, "ab" * 16, "ipc://i", "ipc://o", "", Cause("signal", "m", log_tail=("a",)), 2)
+RANKS = (RankEntry(0, 7, "cuda:0", "ended"), RankEntry(1, 8))
+ENTRY = EngineEntry(
+    0, "waiting", 7, "ab" * 16, "ipc://i", "ipc://o", "", Cause("signal", "m", log_tail=("a",)), 2, RANKS
+)
 STATE = Deployment("degraded", os.getpid(), (ENTRY,), {"max_model_len": 8}, 3.0)
 GOOD: dict[str, Any] = json.loads(STATE.to_json())
 
@@ -61,6 +64,11 @@ HOSTILE = {
     "an address that is a list": with_engine(input=["ipc://i"]),
     "a cause that is a text": with_engine(cause="it died"),
     "a cause without a message": with_engine(cause={"code": "signal"}),
+    "ranks that are one": with_engine(ranks=GOOD["engines"][0]["ranks"][0]),
+    "ranks that are many": with_engine(ranks=GOOD["engines"][0]["ranks"] * 1000),
+    "a rank without a number": with_engine(ranks=[{"pid": 7}]),
+    "a rank beyond any": with_engine(ranks=[{"rank": 1 << 31}]),
+    "a device that is a number": with_engine(ranks=[{"rank": 0, "device": 0}]),
     "a log that is a text": with_engine(cause={**GOOD["engines"][0]["cause"], "log_tail": "line"}),
     "too large": " " * (1 << 24) + STATE.to_json(),
 }

@@ -46,6 +46,8 @@ class FakeRank:
         self.cause: Cause | None = None
         self.progress = None
         self.killed = self.silent = False
+        self.failed_at = float("inf")
+        self.unread: tuple[Cause, float] | None = None
         self.signals: list[int] = []
         FakeRank.made.append(self)
 
@@ -53,8 +55,13 @@ class FakeRank:
     def failed(self) -> bool:
         return self.reason is not None or self.cause is not None
 
-    def ends_silently(self) -> bool:
-        return self.silent
+    @property
+    def is_ending(self) -> bool:
+        return self.silent or self.cause is not None
+
+    def read_status(self) -> None:
+        if self.unread:
+            self.reason, self.failed_at = self.unread
 
     def signal(self, number: int) -> None:
         self.signals.append(number)
@@ -69,9 +76,11 @@ class FakeRank:
         self.endpoints, self.phase = EngineEntry(0, epoch=f"{self.rank}", input="in", output="out"), "serve"
         self.on_change(self)
 
-    def says(self, message: str) -> None:
-        self.reason = Cause("internal", f"rank {self.rank}: {message}", self.phase, traceback="a stack")
-        self.on_change(self)
+    def says(self, message: str, at: float = 1.0, *, read: bool = True) -> None:
+        self.unread = Cause("internal", f"rank {self.rank}: {message}", self.phase, traceback="a stack"), at
+        if read:
+            self.read_status()
+            self.on_change(self)
 
     def ends(self, number: int = 9, status: int = 0) -> None:
         ended = self.reason or Cause("signal", f"{self.name} was ended by signal {number}", self.phase)
@@ -193,6 +202,19 @@ def test_a_report_gives_way_to_a_rank_that_is_on_its_way_out(fake: Any) -> None:
     ranks[2].ends(11)
     assert group.entry.cause is not None
     assert (group.entry.cause.rank, group.entry.cause.signal) == (2, 11)
+
+
+def test_of_two_that_say_why_the_earlier_is_the_cause(fake: Any) -> None:
+    """Both lines are there when the supervisor comes to read."""
+    group, ranks = fake(2, ready=True)
+    ranks[1].says("out of luck", 7.0, read=False)
+    ranks[0].says("connection closed by peer", 7.1)
+    assert (ranks[0].killed, ranks[1].killed) == (True, False)
+    ranks[1].silent = True  # it ends, and has said why
+    ranks[0].ends()
+    ranks[1].ends(0, status=5)
+    assert group.entry.cause is not None
+    assert group.entry.cause.message == "rank 1: out of luck"
 
 
 def test_ready_after_a_peer_failed_is_too_late(fake: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -385,6 +386,16 @@ def test_a_restart_whose_port_was_taken_gets_another() -> None:
         cause = until(lambda: (c := supervisor.deployment().engines[0].cause) and "port 5" in c.message and c)
         assert (cause.code, cause.phase) == ("start", "bind")
         until(lambda: supervisor.deployment().state == "ready")
+
+
+def test_a_child_is_ending_until_it_is_reaped() -> None:
+    child = Child(replace(spec("serve"), argv=["--index", "0"]))
+    assert not child.is_ending
+    child.kill()
+    assert select.select([child.pidfd], [], [], 30)[0]
+    assert child.is_ending
+    child.reap()
+    assert not child.is_ending
 
 
 def test_a_child_that_cannot_be_spawned_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

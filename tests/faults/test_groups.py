@@ -117,8 +117,9 @@ def test_rank_that_raises(deploy: Any, ranks: int, rank: int) -> None:
         assert f"rank {rank}: RuntimeError: the scripted model was told to raise" in str(stream.error)
         assert "(while: serve)" in str(stream.error)
         cause = deployed.cause_of(before.epoch)
-        assert (cause.rank, cause.code, cause.phase, cause.status) == (rank, "internal", "serve", 5)
+        assert (cause.rank, cause.code, cause.phase) == (rank, "internal", "serve")
         assert "RuntimeError" in cause.traceback
+        until(lambda: deployed.cause_of(before.epoch).status == 5)
         deployed.heal()
         check_new_life(deployed, before)
 
@@ -227,21 +228,19 @@ def test_one_of_two_engines_dies(deploy: Any, ranks: int) -> None:
     The requests of the other one finish unharmed, token for token; it is not restarted. Only streams of the dead engine
     end with `EngineDead`, and its requests without a token go to the other one.
     """
-    config = {"data_parallel_size": 2, "tensor_parallel_size": ranks, "max_num_seqs": 8}
+    config = {"data_parallel_size": 2, "tensor_parallel_size": ranks, "max_num_seqs": 14}
     with deploy({"step_seconds": 0.01}, **config) as deployed:
         dead, other = deployed.supervisor.deployment().engines
-        streams = [deployed.stream(i, 100) for i in range(32)]
-        until(lambda: sum(stream.first.is_set() for stream in streams) == 16)
-        begun = {stream.prompt for stream in streams if stream.first.is_set()}
+        begun = [deployed.stream(i, 300) for i in range(16)]
+        until(lambda: all(stream.first.is_set() for stream in begun))
+        waiting = [deployed.stream(100 + i, 10) for i in range(16)]
         os.kill(dead.ranks[-1].pid, signal.SIGKILL)
-        failed = [stream for stream in streams if isinstance(stream.end, EngineDead)]
-        assert 0 < len(failed) <= 8
-        for stream in streams:
-            if stream in failed:
-                assert stream.prompt in begun
-                stream.check_prefix()
-            else:
-                stream.check_finished()
+        failed = [stream for stream in begun if isinstance(stream.end, EngineDead)]
+        assert 0 < len(failed) < 16
+        for stream in failed:
+            stream.check_prefix()
+        for stream in (*waiting, *(stream for stream in begun if stream not in failed)):
+            stream.check_finished()
         assert deployed.supervisor.deployment().engines[1] == other
         deployed.recovered(dead.epoch)
         until(lambda: len(deployed.llm._service.client.engines) == 2)

@@ -19,6 +19,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,18 +155,19 @@ class Group:
         """End all ranks at once."""
         self._end_ranks()
         for rank in self._ranks:
-            rank.destroy()
+            rank.reap()
 
     def tick(self) -> None:
         """Deadlines and the watch on progress; call it every stall.TICK_SECONDS."""
         now = time.monotonic()
+        if now >= self._kill_at:
+            self._end_ranks()
         if self._is_over:
             if now >= self._spawn_at and not self._alive:
                 self.entry = replace(self.entry, restarts=self.entry.restarts + 1)
                 self.spawn()
         elif self._kill_at < math.inf:
-            if now >= self._kill_at:
-                self._end_ranks()
+            return
         elif self._watch is None:
             if now >= self._ready_by:
                 late = next(rank for rank in self._ranks if rank.endpoints is None)
@@ -198,14 +200,11 @@ class Group:
                     rank,
                     replace(spec, name=self._name(rank), argv=words, fds=[*spec.fds, *shared]),
                     selector=self._selector,
-                    on_phase=self._rank_phase if rank == 0 else lambda *_: None,
+                    on_phase=partial(self._on_phase, ours.index) if rank == 0 else lambda *_: None,
                     on_change=self._on_change,
                     on_output=self._on_output,
                 )
                 self._ranks.append(rank_process)
-
-    def _rank_phase(self, phase: str, fraction: float) -> None:
-        self._on_phase(self.entry.index, phase, fraction)
 
     def _on_change(self, rank: RankProcess) -> None:
         """A rank is ready, says why it fails, or has ended."""
@@ -218,10 +217,8 @@ class Group:
                 if other is not self._first:
                     other.kill()
             self._kill_at = min(self._kill_at, time.monotonic() + self._limits.grace)
-        if self._first is not None and self._first.cause is not None and not self._is_over:
-            cause = self._first.cause
-            says_who = self._is_alone or cause.traceback  # what a rank reports itself does
-            self._died(cause if says_who else cause.located())
+        if self._first is not None:
+            self._tell(self._first)
         self._change(state="stopped" if self._stopping and not self._alive else self.entry.state)
 
     def _serve(self) -> None:
@@ -243,6 +240,19 @@ class Group:
         silent = (each for each in self._ranks if each.reason is None and each.is_ending)
         return next(silent, min(self._ranks, key=lambda each: each.failed_at))
 
+    def _tell(self, first: RankProcess) -> None:
+        """Why this life is over, as soon as that is known, and again when it is also known how that rank ended."""
+        early = first.entry.rank and first.failed_at < math.inf  # but rank 0 has last words for its clients
+        cause = first.reason if early and first.cause is None else first.cause
+        if cause is None:
+            return
+        says_who = self._is_alone or cause.traceback  # what a rank reports itself does
+        cause = cause if says_who else cause.located()
+        if not self._is_over:
+            self._died(cause)
+        elif self.entry.cause is not None:
+            self._change(cause=cause)
+
     def _give_up(self, rank: RankProcess, code: str, reason: str) -> None:
         """Take down the stacks of all ranks, then, in the next tick, end them."""
         message = f"{rank.name} {reason}"
@@ -258,7 +268,7 @@ class Group:
     def _died(self, cause: Cause) -> None:
         """This life is over. Plan the next one, or give up."""
         self._is_over, was_ready = True, self._watch is not None
-        self._watch, self._ready_by, self._kill_at = None, math.inf, math.inf
+        self._watch, self._ready_by = None, math.inf
         if self._stopping:
             self._change(cause=cause if cause.signal or cause.status > 0 else None)
             return

@@ -109,10 +109,9 @@ class RankProcess:
         self.reason = self.reason or reason
         self._child.signal(STACKS_SIGNAL)
 
-    def destroy(self) -> None:
-        """End the process, if it lives, and wait for that."""
+    def reap(self) -> None:
+        """Wait for the end of one that was killed; `on_change` does not tell."""
         if self.cause is None:
-            self._child.kill()
             self._child.reap()
 
     def _on_readable(self, lines: LineReader, on_line: Callable[[str], None]) -> None:

@@ -77,7 +77,8 @@ class FakeRank:
         self.on_change(self)
 
     def says(self, message: str, at: float = 1.0, *, read: bool = True) -> None:
-        self.unread = Cause("internal", f"rank {self.rank}: {message}", self.phase, traceback="a stack"), at
+        cause = Cause("internal", f"rank {self.rank}: {message}", self.phase, self.rank, traceback="a stack")
+        self.unread = cause, at
         if read:
             self.read_status()
             self.on_change(self)
@@ -173,11 +174,27 @@ def test_a_report_is_the_cause_and_its_author_may_end_in_order(fake: Any) -> Non
     assert (cause.rank, cause.status, cause.message) == (0, 5, "rank 0: out of luck")
 
 
+def test_a_workers_report_is_told_before_it_has_ended(fake: Any) -> None:
+    """It may take a while; clients of rank 0 see the connection break and ask for the cause."""
+    group, ranks = fake(2, ready=True)
+    ranks[1].says("out of luck")
+    cause = group.entry.cause
+    assert cause is not None
+    assert (group.entry.state, cause.rank, cause.message, cause.status) == ("waiting", 1, "rank 1: out of luck", -1)
+    assert (ranks[0].killed, ranks[1].killed) == (True, False)
+    ranks[0].ends()
+    assert next_life(group) == []
+    ranks[1].ends(0, status=5)
+    assert group.entry.cause == replace(cause, status=5)
+    assert len(next_life(group)) == 2
+    assert group.entry.restarts == 1
+
+
 def test_a_rank_that_said_why_and_does_not_end_is_killed_after_grace(fake: Any) -> None:
     group, ranks = fake(2, ready=True, grace=0.0)
     ranks[1].says("out of luck")
     assert not ranks[1].killed
-    group.tick()
+    assert next_life(group) == []
     assert ranks[1].killed
 
 
@@ -223,8 +240,6 @@ def test_ready_after_a_peer_failed_is_too_late(fake: Any) -> None:
     ranks[1].says("bad shard")
     ranks[1].endpoints = EngineEntry(0)
     ranks[0].on_change(ranks[0])
-    assert group.entry.state == "starting"
-    ranks[1].ends(0, status=4)
     assert group.entry.state == "failed"
     with pytest.raises(StartError, match=r"^rank 1: bad shard\n"):
         raise group.failure or AssertionError

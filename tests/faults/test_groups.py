@@ -231,6 +231,7 @@ def test_one_of_two_engines_dies(deploy: Any, ranks: int) -> None:
     config = {"data_parallel_size": 2, "tensor_parallel_size": ranks, "max_num_seqs": 14}
     with deploy({"step_seconds": 0.01}, **config) as deployed:
         dead, other = deployed.supervisor.deployment().engines
+        until(lambda: len(deployed.llm._service.client.engines) == 2)
         begun = [deployed.stream(i, 300) for i in range(16)]
         until(lambda: all(stream.first.is_set() for stream in begun))
         waiting = [deployed.stream(100 + i, 10) for i in range(16)]

@@ -1,10 +1,17 @@
-"""The matrix product of every linear layer. GEMMs stay with the vendor's library; this picks how to ask for them."""
+"""The layers whose weights ranks share, and the matrix product of every linear layer.
+
+A layer's first product is cut by columns of its output, which needs no word between ranks; its second one by columns of
+its input, whose partial sums are added up (Megatron-LM, arXiv:1909.08053). The vocabulary is cut by rows of the
+embedding and of the LM head. GEMMs stay with the vendor's library; `linear` picks how to ask for them.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from wavecore.parallel.collectives import Collectives
 
 SWAPPED_ROWS = (1, *range(12, 49))
 """On a CPU these few rows are 10 to 25% faster as (weight @ x^T)^T; with 2 to 11 that is slower by half, above 48 the
@@ -37,3 +44,46 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is None:
         return torch.mm(weight, x.t()).t().contiguous()
     return torch.addmm(bias[:, None], weight, x.t()).t().contiguous()
+
+
+def reduced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Collectives) -> Tensor:
+    """`linear` of which this rank has some input columns: x [T, in / size], weight [out, in / size]."""
+    if group.size == 1:
+        return linear(x, weight, bias)
+    out = group.all_reduce(linear(x, weight))
+    return out if bias is None else out.add_(bias)
+
+
+def embedding(token_ids: Tensor, weight: Tensor, group: Collectives) -> Tensor:
+    """Rows of a table of which this rank has some: the ids from rank * len(weight) on.
+
+    Args:
+        token_ids: integers [T].
+        weight: [rows of this rank, hidden].
+
+    Returns:
+        [T, hidden].
+    """
+    if group.size == 1:
+        return F.embedding(token_ids, weight)
+    row = token_ids - group.rank * len(weight)
+    elsewhere = (row < 0) | (row >= len(weight))
+    x = F.embedding(row.masked_fill(elsewhere, 0), weight)
+    return group.all_reduce(x.masked_fill_(elsewhere[:, None], 0.0))
+
+
+def gathered_linear(x: Tensor, weight: Tensor, columns: int, group: Collectives) -> Tensor:
+    """`linear` of which each rank computes some output columns, gathered.
+
+    Args:
+        x: [T, in].
+        weight: [output columns of this rank, in], perhaps padded by the last ranks.
+        columns: of the whole output.
+
+    Returns:
+        [T, columns], of unit stride along the columns.
+    """
+    out = linear(x, weight)
+    if group.size == 1:
+        return out
+    return group.all_gather(out).transpose(0, 1).reshape(len(x), -1)[:, :columns]

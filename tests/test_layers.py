@@ -45,13 +45,17 @@ TIERS = {
         ("scheduling",),
         ("kv_cache",),
         ("startup",),
+        ("tensor_parallel",),
         ("execution",),
         ("models",),
         ("request",),
         ("plan",),
         ("api",),
     ),
-    "parallel": (("layers",),),
+    "parallel": (
+        ("layers", "ranks"),
+        ("collectives",),
+    ),
     "kernels": (
         ("ops",),
         ("check",),

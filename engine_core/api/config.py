@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Self
 from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
 from wavecore.engine_core.api.request_options import DEADLINE
 from wavecore.engine_core.api.sampling_params import SEED
-from wavecore.transport.errors import ConfigError, NotSupportedError
+from wavecore.transport.errors import ConfigError
 from wavecore.transport.wire.checks import Checker
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -90,7 +90,7 @@ class EngineConfig:
             more. (An engine that does nothing at all while there is work is ended within 5 s.)
         shutdown_timeout: seconds to drain on a first SIGTERM or SIGINT.
         custom_ops: kernel name to "module:function" that replaces it.
-        tensor_parallel_size: GPUs of one engine; more than one is not supported yet.
+        tensor_parallel_size: devices of one engine, which share the model. They divide its heads and its MLP evenly.
         data_parallel_size: engines of one deployment, each with the whole model; requests go to the least loaded.
     """
 
@@ -140,9 +140,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         make_plain(self, CHECKS)
-        if self.tensor_parallel_size != 1 and not self.model.startswith("scripted:"):
-            reason = "only 1 is supported in this version"
-            raise NotSupportedError(f"tensor_parallel_size={self.tensor_parallel_size}: {reason}")
         if self.max_num_batched_tokens >= self.max_num_seqs:
             return
         if self.max_num_seqs == MAX_NUM_SEQS:

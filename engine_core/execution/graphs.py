@@ -63,9 +63,13 @@ class StepGraphs:
         """Some part without a graph ran so often, and there is room for its graph."""
         return bool(self._uses) and len(self._graphs) < self.most and max(self._uses.values()) >= uses
 
-    def capture(self) -> None:
+    def capture(self, least: Callable[[int], int] = int) -> None:
         """Make the graph of the part that ran most often. Where that fails, the part is run as before; and where a
-        capture broke, as it does when something waits for the device meanwhile, no other is tried."""
+        capture broke, as it does when something waits for the device meanwhile, no other is tried.
+
+        Args:
+            least: of all ranks' numbers. What ranks do together is replayed by all of them or by none.
+        """
         [(part, _)] = self._uses.most_common(1)
         del self._uses[part]
         try:
@@ -75,6 +79,8 @@ class StepGraphs:
             name, args = part[0].__name__, part[1]
             reason = first_line(error.__context__ or error)  # at the end of a broken capture it says only that
             logger.warning("no CUDA graph of %s%s, which runs without one: %s", name, args, reason)
+        if not least(self._graphs[part] is not None):
+            self._graphs[part] = None
 
     def clear(self) -> None:
         """Forget all graphs, since something that they read or write has moved."""

@@ -16,7 +16,7 @@ import timeit
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
-from itertools import product
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -30,11 +30,13 @@ from wavecore.engine_core.execution.pending_step import Deferred, Launched
 from wavecore.engine_core.execution.pinned_copies import CopyOut, pinned_zeros, zeros
 from wavecore.engine_core.execution.step_extras import Extras, room_for_extras
 from wavecore.engine_core.execution.step_shape import Bucket, Buckets, StepShape
-from wavecore.engine_core.models.decoder import Decoder
+from wavecore.engine_core.models.decoder import Collective, Decoder
 from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, RunnerInfo, StepPlan
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers, StepRows
 from wavecore.kernels.sampling.rows import SamplingRows
+
+PAID = "the other ranks wait for nothing"
 
 
 class ModelRunner:
@@ -136,15 +138,16 @@ class ModelRunner:
                 ops.update_block_table(state.block_table, more_changes)
             self.copies.join_copies()
             if plan.captures:
-                self.graphs.capture()
+                self.graphs.capture(self.model.group.least)
             if not plan.num_rows:
                 ops.update_block_table(state.block_table, state.input.changes)
                 return Launched(shape, None, extras, self.copies)
             self.out.clear()
-            with self._marked("forward"):
+            last = self.model.gather(shape.bucket.rows) if shape.num_samples else []
+            with self._marked("forward"), self._paying(self._collectives(shape, extras), last):
                 self._forward(shape, extras)
             if shape.num_samples:
-                with self._marked("sample"):
+                with self._marked("sample"), self._paying(last):
                     self._sample(shape, extras)
             return Launched(shape, self.out.send(), extras, self.copies)
 
@@ -159,6 +162,28 @@ class ModelRunner:
             extras.report_prompts(self.model, x, residual)
         if options & POOLS:
             extras.pool(self.model, x, residual)
+
+    def _collectives(self, shape: StepShape, extras: Extras) -> list[Collective]:
+        """What a step's first part does with other ranks."""
+        model = self.model
+        owed = model.sums(shape.bucket.tokens)
+        for rows in extras.prompt_logits(padded=self.device.type == "cuda"):
+            owed += model.gather(rows)
+        return owed
+
+    @contextmanager
+    def _paying(self, *owed: Sequence[Collective]) -> Iterator[None]:
+        """If memory runs out, still do with the other ranks what they wait for: the rest of these."""
+        group = self.model.group
+        calls = group.calls
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if group.size > 1 and is_out_of_memory(error):
+                for name, shape in [*chain.from_iterable(owed)][group.calls - calls :]:
+                    getattr(group, name)(self.model.embedding.new_zeros(shape))
+                error.add_note(PAID)
+            raise
 
     def _sample(self, shape: StepShape, extras: Extras) -> None:
         """Queue a step's second part."""
@@ -281,7 +306,8 @@ class ModelRunner:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            alone = self.model.group.size == 1 or PAID in getattr(error, "__notes__", ())
+            if not is_out_of_memory(error) or not alone:  # other ranks wait for this one, for ever
                 raise
             if self.device.type == "cuda":
                 # The engine drops the steps in flight and gives their slots away: uploads, which wait for no step,

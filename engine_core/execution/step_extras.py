@@ -7,6 +7,7 @@ grow with the step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -101,11 +102,9 @@ class Extras:
     def report_prompts(self, model: Decoder, x: Tensor, residual: Tensor) -> None:
         """Prompt log-probabilities: of every query position whose next token belongs to the prompt."""
         plan, state = self._plan, self._state
-        ends = np.minimum(self._shape.ends, state.num_prompt[plan.slots] - 1)
         first_token = plan.query_lens.cumsum() - plan.query_lens
-        for row in self._rows_with(PROMPT_LOGPROBS * (ends > plan.starts)).tolist():
-            slot, start, length = int(plan.slots[row]), int(plan.starts[row]), int(ends[row] - plan.starts[row])
-            at = int(first_token[row])
+        for row, length in self._prompts():
+            slot, start, at = int(plan.slots[row]), int(plan.starts[row]), int(first_token[row])
             report = Report(self._out, length, int(state.prompt_logprobs[slot]))
             for begin in range(0, length, LOGPROB_CHUNK):
                 end = min(begin + LOGPROB_CHUNK, length)
@@ -115,6 +114,19 @@ class Extras:
                 targets = state.token_table[slot, start + 1 + begin : start + 1 + end].long()
                 report.put(slice(begin, end), logprobs, targets)
             self._prompt_logprobs[row] = report
+
+    def prompt_logits(self, padded: bool) -> Iterator[int]:
+        """How many rows of logits `report_prompts` asks the model for, call by call."""
+        for _, length in self._prompts():
+            for begin in range(0, length, LOGPROB_CHUNK):
+                yield LOGPROB_CHUNK if padded else min(LOGPROB_CHUNK, length - begin)
+
+    def _prompts(self) -> Iterator[tuple[int, int]]:
+        """The rows that report prompt log-probabilities, and of how many positions."""
+        plan = self._plan
+        ends = np.minimum(self._shape.ends, self._state.num_prompt[plan.slots] - 1)
+        for row in self._rows_with(PROMPT_LOGPROBS * (ends > plan.starts)).tolist():
+            yield row, int(ends[row] - plan.starts[row])
 
     def pool(self, model: Decoder, x: Tensor, residual: Tensor) -> None:
         """Embeddings: the mean over the prompt (summed chunk by chunk) or its last token, of length 1."""

@@ -111,7 +111,8 @@ class EngineCoreProc:
         except Exception as error:
             cause = self._child.report_failure(error)
             logger.exception("the engine ends: %s", cause.message)
-            self._output.put_dead(cause.code, cause.message, cause.phase)
+            if self._child.group is None:  # else a peer's death may have broken it, which the supervisor knows
+                self._output.put_dead(cause.code, cause.message, cause.phase)
             raise
         finally:
             self._input.stop()

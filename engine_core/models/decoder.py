@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from wavecore.engine_core.models.rope import cos_sin_table
@@ -22,9 +21,12 @@ from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.engine_core.models.weights import Parameters
 from wavecore.kernels import ops
 from wavecore.kernels.batch import Batch
-from wavecore.parallel.layers import linear
+from wavecore.parallel.collectives import ALONE, Collectives
+from wavecore.parallel.layers import embedding, gathered_linear, linear, reduced_linear
 
 Observer = Callable[[int, Tensor], None]
+Collective = tuple[str, tuple[int, int]]
+"""A method of `Collectives`, and the shape of what it is called with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +50,17 @@ class Layer:
 
 
 class Decoder:
-    """A model on one device.
+    """A model on one device, or one rank's share of it.
 
     Args:
-        spec: the architecture.
+        spec: the architecture; of a share, the rank's own.
         parameters: as `ModelSpec.shapes` names them, all of one dtype on one device.
         length: positions that the rotary tables cover.
+        group: the ranks that share the model; all call the same methods with the same arguments.
     """
 
-    def __init__(self, spec: ModelSpec, parameters: Parameters, length: int) -> None:
-        self.spec = spec
+    def __init__(self, spec: ModelSpec, parameters: Parameters, length: int, group: Collectives = ALONE) -> None:
+        self.spec, self.group = spec, group
         self.embedding = parameters["embed"]
         self.norm = parameters["norm"]
         self.lm_head = parameters["embed" if spec.tied else "lm_head"]
@@ -78,7 +81,7 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int32 to [T, hidden]."""
-        x = F.embedding(token_ids, self.embedding)
+        x = embedding(token_ids, self.embedding, self.group)
         return x if self.embed_scale == 1.0 else x * self.embed_scale
 
     def forward(
@@ -108,15 +111,24 @@ class Decoder:
             if observe is not None:
                 observe(i, q)
             x = ops.paged_attention(q, kv_cache, i, batch, spec.scale, spec.attn_soft_cap, spec.windows[i])
-            x = linear(x, layer.o, layer.o_bias)
+            x = reduced_linear(x, layer.o, layer.o_bias, self.group)
             if layer.post_attn_norm is not None:
                 x, _ = ops.add_rms_norm(x, None, layer.post_attn_norm, eps, offset)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps, offset)
-            x = linear(activation(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+            x = activation(linear(x, layer.gate_up, layer.gate_up_bias))
+            x = reduced_linear(x, layer.down, layer.down_bias, self.group)
             if layer.post_mlp_norm is not None:
                 x, _ = ops.add_rms_norm(x, None, layer.post_mlp_norm, eps, offset)
         assert residual is not None
         return x, residual
+
+    def sums(self, num_tokens: int) -> list[Collective]:
+        """What `embed` and `forward` of so many tokens do with the other ranks."""
+        return [("all_reduce", (num_tokens, self.spec.hidden_size))] * (1 + 2 * self.spec.num_layers)
+
+    def gather(self, num_rows: int) -> list[Collective]:
+        """What `logits` of so many rows does with the other ranks."""
+        return [("all_gather", (num_rows, len(self.lm_head)))]
 
     def final(self, x: Tensor, residual: Tensor) -> Tensor:
         """The normalised hidden state [n, hidden] of some tokens of `forward`."""
@@ -129,6 +141,6 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] from `final` to [n, vocab]; float32 where they are capped, which rounds nothing then."""
-        logits = linear(hidden, self.lm_head)
+        logits = gathered_linear(hidden, self.lm_head, self.spec.vocab_size, self.group)
         cap = self.spec.final_soft_cap
         return logits.float().div_(cap).tanh_().mul_(cap) if cap else logits

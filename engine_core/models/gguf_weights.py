@@ -13,7 +13,7 @@ import torch
 from wavecore.engine_core.api.gguf_file import GgufFile, GgufTensor
 from wavecore.engine_core.models.gguf import ROPE_FACTORS
 from wavecore.engine_core.models.spec import ModelSpec
-from wavecore.engine_core.models.weights import Placed, Stored, parts_of, placed
+from wavecore.engine_core.models.weights import Index, Placed, Stored, parts_of, placed
 
 
 def open_gguf(file: GgufFile, spec: ModelSpec) -> Placed:
@@ -30,13 +30,13 @@ def open_gguf(file: GgufFile, spec: ModelSpec) -> Placed:
     return placed(stored, parts_of(spec, "gguf"), spec, file.path)
 
 
-def _read(file: GgufFile, tensor: GgufTensor, spec: ModelSpec) -> torch.Tensor:
+def _read(file: GgufFile, tensor: GgufTensor, spec: ModelSpec, index: Index) -> torch.Tensor:
     values = torch.from_numpy(file.floats(tensor))
     heads = {"attn_q.weight": spec.num_heads, "attn_k.weight": spec.num_kv_heads}
     kind = tensor.name.split(".", 2)[-1]  # blk.N.attn_q.weight
     if spec.architecture == "LlamaForCausalLM" and kind in heads:
-        return _unpermute(values, heads[kind])
-    return values
+        values = _unpermute(values, heads[kind])
+    return values[index]
 
 
 def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -57,6 +57,8 @@ class ModelSpec:
         norm_offset: added to every norm weight (Gemma stores weight - 1).
         post_norms: norms after attention and after the MLP as well (Gemma).
         scale: factor of the attention scores.
+        num_shards: ranks that share the rows of the vocabulary. Of a rank's share of a model (`shard.Shard`), heads and
+            intermediate_size are the rank's own; vocab_size is always the model's.
     """
 
     architecture: str
@@ -85,6 +87,7 @@ class ModelSpec:
     attn_soft_cap: float = 0.0
     final_soft_cap: float = 0.0
     dtype: str = "float32"
+    num_shards: int = 1
 
     @property
     def kv_values_per_token(self) -> int:
@@ -103,9 +106,10 @@ class ModelSpec:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name and shape."""
         hidden, heads = self.hidden_size, self.num_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, hidden), "norm": (hidden,)}
+        vocab = -(-self.vocab_size // self.num_shards)
+        shapes: dict[str, tuple[int, ...]] = {"embed": (vocab, hidden), "norm": (hidden,)}
         if not self.tied:
-            shapes["lm_head"] = (self.vocab_size, hidden)
+            shapes["lm_head"] = (vocab, hidden)
         layer: dict[str, tuple[int, ...]] = {
             "input_norm": (hidden,),
             "qkv": (self.qkv_rows, hidden),

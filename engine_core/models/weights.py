@@ -1,6 +1,7 @@
 """Checkpoint tensors into parameters: where each goes by its name, names strict both ways, each tensor copied once.
 
-Separate q, k, v (and gate, up) tensors land in one fused parameter each, so that a layer has four matrix products.
+Separate q, k, v (and gate, up) tensors land in one fused parameter each, so that a layer has four matrix products. Of
+several ranks each reads what it holds (`Shard`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from safetensors import SafetensorError, safe_open
 from wavecore.engine_core.api.model_files import unreadable
 from wavecore.engine_core.models.families import FAMILIES
 from wavecore.engine_core.models.files import Progress, weight_files
+from wavecore.engine_core.models.shard import Cut, Shard
 from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.transport.errors import ModelError, WavecoreError
 
 Parameters = dict[str, torch.Tensor]
+Index = tuple[slice, ...]
 
 TENSOR_NAMES = json.loads(Path(__file__).with_name("tensor_names.json").read_text("utf-8"))
 FLOATS = ("F32", "F16", "BF16")
@@ -39,12 +42,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file, not read yet."""
+    """A tensor in a file, not read yet; `read` takes a slice for each dimension."""
 
     name: str
     shape: tuple[int, ...]
     file: Path
-    read: Callable[[], torch.Tensor]
+    read: Callable[[Index], torch.Tensor]
 
 
 Placed = list[tuple[Stored, Part]]
@@ -79,7 +82,14 @@ def _tensors(path: Path, file: Any, spec: ModelSpec) -> Iterator[Stored]:
         if header.get_dtype() not in FLOATS:
             kinds = ", ".join(FLOATS)
             raise ModelError(f"{path}: tensor {name!r:.80} is {header.get_dtype()}; supported are {kinds}")
-        yield Stored(name, tuple(header.get_shape()), path, partial(file.get_tensor, name))
+        shape = tuple(header.get_shape())
+        yield Stored(name, shape, path, partial(_read, file, name, shape))
+
+
+def _read(file: Any, name: str, shape: tuple[int, ...], index: Index) -> torch.Tensor:
+    whole = all(part.indices(length) == (0, length, 1) for part, length in zip(index, shape, strict=True))
+    tensor: torch.Tensor = file.get_tensor(name) if whole else file.get_slice(name)[index]
+    return tensor
 
 
 def placed(stored: Iterable[Stored], places: Mapping[str, Part], spec: ModelSpec, source: Path) -> Placed:
@@ -106,20 +116,37 @@ def placed(stored: Iterable[Stored], places: Mapping[str, Part], spec: ModelSpec
     return found
 
 
-def fill(tensors: Placed, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: Progress) -> Parameters:
-    """Allocate the parameters and copy tensor by tensor."""
-    parameters = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in spec.shapes().items()}
+def fill(tensors: Placed, shard: Shard, dtype: torch.dtype, device: torch.device, progress: Progress) -> Parameters:
+    """Allocate the parameters of a rank and copy tensor by tensor."""
+    parameters = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shard.spec.shapes().items()}
     for done, (tensor, part) in enumerate(tensors, 1):
-        parameters[part.param][part.row : part.row + part.shape[0]].copy_(tensor.read())
+        for cut in shard.cuts(part.param):
+            _copy(cut, part, tensor.read, parameters[part.param])
         progress("load", done / len(tensors))
     return parameters
 
 
-def draw(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Random weights, small and the same at every start."""
+def draw(shard: Shard, dtype: torch.dtype, device: torch.device) -> Parameters:
+    """Random weights, small and the same at every start, however many ranks share them."""
     dice = torch.Generator(device).manual_seed(0)
-    empty = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in spec.shapes().items()}
-    return {name: parameter.uniform_(-0.05, 0.05, generator=dice) for name, parameter in empty.items()}
+    parameters: Parameters = {}
+    for name, shape in shard.whole.shapes().items():
+        whole = torch.empty(shape, dtype=dtype, device=device).uniform_(-0.05, 0.05, generator=dice)
+        parameters[name] = whole
+        if shard.size > 1:
+            parameters[name] = torch.empty(shard.spec.shapes()[name], dtype=dtype, device=device)
+            for cut in shard.cuts(name):
+                _copy(cut, Part(name, 0, shape), whole.__getitem__, parameters[name])
+    return parameters
+
+
+def _copy(cut: Cut, part: Part, read: Callable[[Index], torch.Tensor], parameter: torch.Tensor) -> None:
+    """Copy what a cut takes of a part."""
+    begin, end = max(cut.begin, part.row), min(cut.end, part.row + part.shape[0])
+    if begin < end:
+        index = (slice(begin - part.row, end - part.row), cut.columns)[: len(part.shape)]
+        row = cut.row + begin - cut.begin
+        parameter[row : row + end - begin].copy_(read(index))
 
 
 def parts_of(spec: ModelSpec, form: str) -> dict[str, Part]:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Never
+from typing import TYPE_CHECKING, Never
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import Runner
 from wavecore.transport.processes.group_memory import GroupMemory
+
+if TYPE_CHECKING:
+    import torch
+
+    from wavecore.engine_core.execution.runner import ModelRunner
+    from wavecore.parallel.collectives import Collectives
 
 
 def make_runner(
@@ -27,23 +33,18 @@ def make_runner(
         from wavecore.engine_core.execution.scripted_runner import ScriptedRunner
 
         return ScriptedRunner(config, progress, group=group)
-    from wavecore.engine_core.models.files import open_model
+    runner = _load(config, progress, group)
+    if group is None:
+        return runner
+    from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
 
-    # OpenMP reads this when torch is first imported. A worker thread that spins while it waits takes the core that the
-    # frontend needs: on two busy cores steps then took five to ten times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # What is wrong with the files shows before torch is imported.
-    source = open_model(config.model, progress, config.tokenizer, config.load_format != "dummy")
-    progress("import", 0.0)
-    from wavecore.engine_core.startup.loader import load_runner
-
-    return load_runner(config, source, progress)
+    return GroupRunner(runner, group)
 
 
 def make_worker(
     config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory
 ) -> tuple[Callable[[], Never], str]:
-    """Load `config.model` for a rank above 0; so far, only scripted models have such ranks.
+    """Load `config.model` for a rank above 0.
 
     Args:
         progress, group: as for `make_runner`.
@@ -54,6 +55,33 @@ def make_worker(
     Raises:
         ModelError, ConfigError: what does not fit, and the way out.
     """
-    from wavecore.engine_core.execution.scripted_runner import ScriptedWorker
+    if config.model.startswith("scripted:"):
+        from wavecore.engine_core.execution.scripted_runner import ScriptedWorker
 
-    return ScriptedWorker(config, progress, group).run, "cpu"
+        return ScriptedWorker(config, progress, group).run, "cpu"
+    runner = _load(config, progress, group)
+    from wavecore.engine_core.tensor_parallel.worker import Worker
+
+    return Worker(runner, group).run, runner.info.device
+
+
+def _load(config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None) -> ModelRunner:
+    """This rank's share of a real model."""
+    from wavecore.engine_core.models.files import open_model
+
+    # OpenMP reads this when torch is first imported. A worker thread that spins while it waits takes the core that the
+    # frontend needs: on two busy cores steps then took five to ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # What is wrong with the files shows before torch is imported.
+    source = open_model(config.model, progress, config.tokenizer, config.load_format != "dummy")
+    progress("import", 0.0)
+    from wavecore.engine_core.startup.loader import load_runner
+
+    if group is None:
+        return load_runner(config, source, progress)
+    from wavecore.parallel.ranks import join
+
+    def meet(device: torch.device) -> Collectives:
+        return join(group.store_fd, group.rank, group.ranks, device, group.progress.wait_for)
+
+    return load_runner(config, source, progress, meet)

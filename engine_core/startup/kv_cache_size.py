@@ -64,6 +64,7 @@ def allocate_kv_cache(runner: ModelRunner, config: EngineConfig) -> None:
     else:
         num_blocks = _blocks_of_gpu(runner, config, need)
         advice = "start again: others took memory meanwhile"
+    num_blocks = runner.model.group.least(num_blocks)
     size = gib(num_blocks * need.block_bytes)
     with refused(f"the KV cache of {num_blocks} blocks, {size}, does not fit into memory", advice):
         runner.allocate(num_blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
 
@@ -15,6 +15,7 @@ from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.models.decoder import Decoder
 from wavecore.engine_core.models.files import ModelSource, Progress
 from wavecore.engine_core.models.gguf_weights import open_gguf
+from wavecore.engine_core.models.shard import Shard
 from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.engine_core.models.weights import Parameters, draw, fill, open_folder
 from wavecore.engine_core.plan import RunnerInfo
@@ -23,6 +24,7 @@ from wavecore.engine_core.startup.kv_cache_size import allocate_kv_cache, most_b
 from wavecore.engine_core.startup.memory_budget import SMALLER_STEPS, gib, no_room, refused, would_fit
 from wavecore.kernels import ops
 from wavecore.kernels.attention.shapes import refusal
+from wavecore.parallel.collectives import ALONE, Collectives
 from wavecore.parallel.layers import exact_float32
 from wavecore.transport.errors import ConfigError, ModelError
 
@@ -31,17 +33,28 @@ BLOCK_BYTES = 2 << 20
 CPU_FLOPS = 1e10  # of a core, at the least; how fast it really is shows with the first steps
 
 
-def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -> ModelRunner:
+def load_runner(
+    config: EngineConfig,
+    source: ModelSource,
+    progress: Progress,
+    meet: Callable[[torch.device], Collectives] = lambda _device: ALONE,
+) -> ModelRunner:
     """Load the weights and allocate the KV cache.
+
+    Args:
+        meet: called with this rank's device; gives the ranks that share the model, of which this one loads its part.
 
     Raises:
         ModelError: the model's files.
         ConfigError: a setting that this model or device cannot have, or settings under which memory would do.
         ResourceError: not enough memory, and no setting makes room.
     """
-    device, spec = _device(config.device), source.spec
+    device = _device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA: no other GPU gets a context of this process
+    group = meet(device)
+    shard = Shard(source.spec, group.size, group.rank)
+    spec = shard.spec
     dtype = _dtype(config, spec, device)
     if reason := refusal(spec.num_heads, spec.num_kv_heads, spec.head_dim, device):
         raise ModelError(f"{source.path}: {reason}")
@@ -49,13 +62,13 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
         exact_float32()
     _register_ops(config.custom_ops or {}, torch.empty(0, dtype=dtype, device=device))
     block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
-    length = _max_model_len(config, spec, block_size, dtype, device)
+    length = group.least(_max_model_len(config, spec, block_size, dtype, device))
     progress("load", 0.0)
     if config.load_format == "dummy":
-        check_weights(source, dtype, device)
-        parameters = draw(spec, dtype, device)
+        check_weights(source, shard.spec, dtype, device)
+        parameters = draw(shard, dtype, device)
     else:
-        parameters = _load_weights(source, dtype, device, progress)
+        parameters = _load_weights(source, shard, dtype, device, progress)
     info = RunnerInfo(
         num_blocks=0,
         num_host_blocks=0,
@@ -73,7 +86,7 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
         torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through
     progress("kv_cache", 0.0)
     with refused("the tables of all requests do not fit into memory", SMALLER_STEPS):
-        model = Decoder(spec, parameters, length)
+        model = Decoder(spec, parameters, length, group)
         sizes = config.cudagraph_capture_sizes
         runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens, sizes)
     runner.marks, runner.profiler = config.nvtx and device.type == "cuda", Profiler(device, config.torch_profiler_dir)
@@ -81,29 +94,31 @@ def load_runner(config: EngineConfig, source: ModelSource, progress: Progress) -
     return runner
 
 
-def _load_weights(source: ModelSource, dtype: torch.dtype, device: torch.device, progress: Progress) -> Parameters:
+def _load_weights(
+    source: ModelSource, shard: Shard, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> Parameters:
     """Names and shapes are checked first: a config that lies about sizes says so, and allocates nothing."""
     spec, path = source.spec, source.path
     opened = open_folder(path, spec, device) if source.gguf is None else nullcontext(open_gguf(source.gguf, spec))
     half = would_fit(["dtype bfloat16"] if dtype == torch.float32 else [])
     with opened as tensors:
-        check_weights(source, dtype, device)
+        check_weights(source, shard.spec, dtype, device)
         with refused(f"the weights of {path} do not fit into memory", half):  # by their sizes they do: half surely does
-            return fill(tensors, spec, dtype, device, progress)
+            return fill(tensors, shard, dtype, device, progress)
 
 
-def check_weights(source: ModelSource, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a model whose weights cannot fit, before any of them is read.
+def check_weights(source: ModelSource, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a model whose weights, or this rank's share of them, cannot fit, before any of them is read.
 
     Raises:
         ConfigError: with the bytes that they take and the bytes that are free, where half of them would fit.
         ResourceError: likewise, where no setting makes room.
     """
-    need, (free, total) = source.spec.num_parameters * dtype.itemsize, free_memory(device)
+    need, (free, total) = spec.num_parameters * dtype.itemsize, free_memory(device)
     if need <= free:
         return
     weights = f"the weights of {source.path} take {gib(need)} as {str(dtype).removeprefix('torch.')}"
-    half = would_fit(["dtype bfloat16"] if 2 * source.spec.num_parameters <= free else [])
+    half = would_fit(["dtype bfloat16"] if 2 * spec.num_parameters <= free else [])
     raise no_room(f"{weights}, and of {device}'s {gib(total)} only {gib(free)} are free", half)
 
 

@@ -94,7 +94,6 @@ def test_values_that_mean_what_we_do(given: dict[str, Any], meant: dict[str, Any
         ("enable_sleep_mode", True),
         ("enable_expert_parallel", True),
         ("pipeline_parallel_size", 2),
-        ("tensor_parallel_size", 2),
         ("model_impl", "transformers"),
         ("cpu_offload_gb", 4),
         ("logits_processors", ["a"]),

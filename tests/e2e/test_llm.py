@@ -241,7 +241,6 @@ def test_plain_script_without_main_guard(hello_model: dict[str, str], tmp_path: 
         ({"disable_tqdm": "yes"}, ConfigError, "disable_tqdm must be true or false"),
         ({"dtype": "int3"}, ConfigError, "dtype must be one of auto"),
         ({"gpu_memory_utilization": float("nan")}, ConfigError, "gpu_memory_utilization"),
-        ({"model": "/nowhere", "tensor_parallel_size": 2}, NotSupportedError, "tensor_parallel_size"),
         ({"tokenizer": "/nowhere"}, ModelError, "nowhere"),
     ],
 )

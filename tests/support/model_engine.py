@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from tests.support.model_driver import load
+from tests.support.thread_ranks import ThreadRanks
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
@@ -30,9 +31,9 @@ class Output:
 
 
 class ModelEngine:
-    def __init__(self, model: Any, **settings: Any) -> None:
+    def __init__(self, model: Any, ranks: int = 1, **settings: Any) -> None:
         settings = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 4, **settings}
-        self.runner: Runner = load(model, **settings)
+        self.runner: Runner = load(model, **settings) if ranks == 1 else ThreadRanks(model, ranks, **settings)
         self.core = EngineCore(EngineConfig(model=str(model), **settings), self.runner)
         self.preempted = 0
         launch = self.runner.launch

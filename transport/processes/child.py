@@ -35,6 +35,7 @@ def parser(program: str) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}-fd", type=int, required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--memory-fd", type=int)
+    parser.add_argument("--store-fd", type=int)
     parser.add_argument("--bell-fd", type=int, action="append")
     return parser
 
@@ -70,7 +71,8 @@ class SupervisedChild:
             os.set_inheritable(fd, False)
         self.rank = args.rank
         alone = args.memory_fd is None
-        self.group = None if alone else GroupMemory(args.rank, args.memory_fd, args.bell_fd, self.progress)
+        shared = args.memory_fd, args.store_fd, args.bell_fd
+        self.group = None if alone else GroupMemory(args.rank, *shared, self.progress)
         self.phase = "start"
         self._memory_advice = memory_advice
         self._status_fd = args.status_fd

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from wavecore.transport.processes.stall import ProgressPage
 
-MEMORY_BYTES = 1 << 16  # taken page by page, when they are first written
+WORDS_BYTES, RING_BYTES = 1 << 16, 4 << 20  # taken page by page, when they are first written
 
 
 def create(ranks: int, until: ExitStack) -> list[tuple[str, int]]:
@@ -25,13 +25,14 @@ def create(ranks: int, until: ExitStack) -> list[tuple[str, int]]:
     Raises:
         OSError: there are no descriptors left, or no memory.
     """
-    memory = os.memfd_create("wavecore-group")
+    memory, store = os.memfd_create("wavecore-group"), os.memfd_create("wavecore-store")
     until.callback(os.close, memory)
-    os.ftruncate(memory, MEMORY_BYTES)
+    until.callback(os.close, store)
+    os.ftruncate(memory, WORDS_BYTES + RING_BYTES)
     bells = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(ranks)]
     for bell in bells:
         until.callback(os.close, bell)
-    return [("memory", memory), *(("bell", bell) for bell in bells)]
+    return [("memory", memory), ("store", store), *(("bell", bell) for bell in bells)]
 
 
 class GroupMemory:
@@ -40,20 +41,25 @@ class GroupMemory:
     Args:
         rank: who this is.
         memory_fd: closed here; the mapping stays.
+        store_fd: an empty file, in which ranks may find each other; it stays open.
         bell_fds: of each rank; they stay open.
         progress: where this rank shows that it moves.
 
     Attributes:
-        words: uint64 [MEMORY_BYTES / 8], zero when the life began. A write is seen whole; each word has one writer.
+        words: uint64 [WORDS_BYTES / 8], zero when the life began. A write is seen whole; each word has one writer.
+        records: RING_BYTES bytes, of step_ring.py.
     """
 
-    def __init__(self, rank: int, memory_fd: int, bell_fds: Sequence[int], progress: ProgressPage) -> None:
-        self.rank, self.ranks = rank, len(bell_fds)
-        self.words = memoryview(mmap.mmap(memory_fd, MEMORY_BYTES)).cast("Q")
+    def __init__(
+        self, rank: int, memory_fd: int, store_fd: int, bell_fds: Sequence[int], progress: ProgressPage
+    ) -> None:
+        self.rank, self.ranks, self.store_fd = rank, len(bell_fds), store_fd
+        memory = memoryview(mmap.mmap(memory_fd, WORDS_BYTES + RING_BYTES))
+        self.words, self.records = memory[:WORDS_BYTES].cast("Q"), memory[WORDS_BYTES:]
         os.close(memory_fd)
         self.progress, self._bells = progress, tuple(bell_fds)
-        for bell in bell_fds:
-            os.set_inheritable(bell, False)
+        for fd in (store_fd, *bell_fds):
+            os.set_inheritable(fd, False)
 
     def ring(self, rank: int) -> None:
         """Wake that rank, or keep it from its next sleep. After the write that it may wait for, so that none is

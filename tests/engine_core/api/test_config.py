@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.transport.errors import ConfigError, NotSupportedError
+from wavecore.transport.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,6 @@ def test_a_setting_out_of_bounds_is_refused_by_name(name: str, value: Any, reaso
 def test_settings_must_go_together() -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens 8 is below max_num_seqs 16"):
         EngineConfig(max_num_batched_tokens=8, max_num_seqs=16)
-    with pytest.raises(NotSupportedError, match="tensor_parallel_size=2: only 1 is supported"):
-        EngineConfig(tensor_parallel_size=2)
 
 
 def test_numbers_become_plain_and_travel_as_json() -> None:

@@ -24,6 +24,7 @@ from wavecore.engine_core.startup import kv_cache_size, loader
 from wavecore.engine_core.startup.free_memory import host_memory
 from wavecore.engine_core.startup.kv_cache_size import allocate_kv_cache, fitting_gib
 from wavecore.engine_core.startup.memory_budget import GIB, MARGIN, SLACK, MemoryBudget, refused
+from wavecore.parallel.collectives import ALONE
 from wavecore.transport.errors import ConfigError, ResourceError, WavecoreError
 
 MIB = 1 << 20
@@ -125,7 +126,7 @@ class Runner:
         self.device, self.on, self.kv_cache = CUDA, on, SimpleNamespace(nbytes=0)
         self.block_bytes = model.kv_values_per_token * block_size * DTYPES[dtype].itemsize
         self.state = SimpleNamespace(max_blocks=-(-length // block_size))
-        self.model = SimpleNamespace(spec=model)
+        self.model = SimpleNamespace(group=ALONE, spec=model)
         self.info = RunnerInfo(0, 0, block_size, length, model.vocab_size, model.hidden_size, (), dtype, "cuda:0")
 
     def memory_stats(self) -> dict[str, int]:
@@ -173,7 +174,7 @@ def start(gpu: Gpu, model: ModelSpec, config: EngineConfig, noise: int = 0, crow
 
         patch.setattr(kv_cache_size, "measure", before_the_crowd)
         dtype = DTYPES[config.dtype]
-        loader.check_weights(ModelSource(Path("model"), model, ()), dtype, CUDA)
+        loader.check_weights(ModelSource(Path("model"), model, ()), model, dtype, CUDA)
         device.weights = model.num_parameters * dtype.itemsize
         device.take(device.weights)
         block_size = config.block_size or loader.choose_block_size(model.kv_values_per_token * dtype.itemsize)

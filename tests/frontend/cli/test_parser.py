@@ -45,9 +45,8 @@ def test_switches() -> None:
 
 
 def test_short_names() -> None:
-    assert parse("-tp", "1", "-dp", "1").tensor_parallel_size == 1
-    with pytest.raises(NotSupportedError, match="tensor_parallel_size"):
-        parse("-tp", "2")
+    config = parse("-tp", "2", "-dp", "3")
+    assert (config.tensor_parallel_size, config.data_parallel_size) == (2, 3)
 
 
 def test_yaml_environment_and_flags_in_that_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +341,7 @@ def test_main_names_commands_and_what_is_missing(capsys: pytest.CaptureFixture[s
         (["--stop", '"a"'], "must be a JSON list of texts"),
         (["--stop", "[1]"], "must be a JSON list of texts"),
         (["--kv-cache-memory-gib", "1" + "0" * 400], "kv-cache-memory-gib must be a number above 0"),
-        (["-tp=2"], "tensor_parallel_size"),
+        (["-tp=0"], "tensor-parallel-size must be"),
     ],
 )
 def test_what_a_command_does_not_swallow(args: list[str], words: str) -> None:

@@ -1,0 +1,97 @@
+"""One rank's share of a model: its own architecture in numbers, and what of each parameter it holds.
+
+Ranks share heads, the MLP's inner width and the rows of the vocabulary (see parallel/layers.py); norms, and the biases
+behind sums over ranks, are whole on each. Where there are more ranks than KV heads, several hold the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from wavecore.engine_core.models.spec import ModelSpec
+from wavecore.transport.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Rows [begin, end) of a whole parameter, as far as they are in `columns` (of a matrix), go to rows `row` and on of
+    a rank's."""
+
+    begin: int
+    end: int
+    row: int = 0
+    columns: slice = field(default_factory=lambda: slice(None))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The share of `rank` of `size` in a model.
+
+    Raises:
+        ConfigError: the heads, or the MLP, do not divide; with the sizes that work.
+    """
+
+    whole: ModelSpec
+    size: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not _divides(self.whole, self.size):
+            spec = self.whole
+            sizes = ", ".join(str(n) for n in range(1, spec.num_heads + 1) if _divides(spec, n))
+            raise ConfigError(
+                f"tensor_parallel_size {self.size}: {spec.num_heads} heads, {spec.num_kv_heads} KV heads and the "
+                f"intermediate size {spec.intermediate_size} do not divide so; sizes that work: {sizes}"
+            )
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The architecture of what this rank computes."""
+        spec = self.whole
+        return replace(
+            spec,
+            num_heads=spec.num_heads // self.size,
+            num_kv_heads=max(1, spec.num_kv_heads // self.size),
+            intermediate_size=spec.intermediate_size // self.size,
+            num_shards=self.size,
+        )
+
+    def cuts(self, param: str) -> list[Cut]:
+        """What of a whole parameter this rank holds.
+
+        Args:
+            param: as `ModelSpec.shapes` names it.
+        """
+        name = param.rsplit(".", 1)[-1]
+        kind = name.removesuffix("_bias")
+        if kind == "qkv":
+            return self._qkv()
+        if kind == "gate_up":
+            width, own = self.whole.intermediate_size, self.spec.intermediate_size
+            first = self.rank * own
+            return [Cut(first, first + own), Cut(width + first, width + first + own, own)]
+        if name in ("o", "down"):
+            own = self.spec.shapes()[param][1]
+            return [Cut(0, self.whole.hidden_size, columns=slice(self.rank * own, (self.rank + 1) * own))]
+        if name in ("embed", "lm_head"):
+            own, vocab = self.spec.shapes()[name][0], self.whole.vocab_size
+            return [Cut(min(self.rank * own, vocab), min((self.rank + 1) * own, vocab))]
+        return [Cut(0, self.whole.shapes()[param][0])]
+
+    def _qkv(self) -> list[Cut]:
+        whole, own, dim = self.whole, self.spec, self.whole.head_dim
+        query = own.num_heads * dim
+        kv = self.rank * whole.num_kv_heads // self.size * dim
+        keys, values = whole.num_heads * dim, (whole.num_heads + whole.num_kv_heads) * dim
+        width = own.num_kv_heads * dim
+        return [
+            Cut(self.rank * query, (self.rank + 1) * query),
+            Cut(keys + kv, keys + kv + width, query),
+            Cut(values + kv, values + kv + width, query + width),
+        ]
+
+
+def _divides(spec: ModelSpec, size: int) -> bool:
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    return not (heads % size or spec.intermediate_size % size or (kv_heads % size and size % kv_heads))

@@ -1,0 +1,132 @@
+"""Runs step plans on every rank of a group: rank 0 sends each plan to its workers and runs it, too.
+
+Nothing but the plan decides what a rank does, its collectives included, so ranks need no other word. What comes back
+is rank 0's result, as all draw the same tokens; only the transfers between device and host are a rank's own affair:
+a block is free for others when the last rank is done with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from wavecore.engine_core.execution.runner import ModelRunner
+from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, StepPlan, StepResult
+from wavecore.engine_core.tensor_parallel.plan_codec import encode
+from wavecore.transport.errors import NotSupportedError
+from wavecore.transport.processes.group_memory import GroupMemory
+from wavecore.transport.processes.step_ring import StepWriter, spin_then_sleep
+
+
+class Record(IntEnum):
+    """What rank 0 sends."""
+
+    PLAN = 0
+    PROFILE = 1  # one byte: on or off
+
+
+class WorkerWords:
+    """How far each worker is, in words of the group's memory. They count steps from 1, so that 0 is none yet."""
+
+    BEGUN, LAUNCHED, TRANSFERRED, FAILED, SIZE = 0, 1, 2, 3, 5  # two words for failures: of even steps, and of odd ones
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self._memory = memory
+        self._workers = range(1, memory.ranks)
+
+    def tell(self, word: int, step: int) -> None:
+        """A worker has come to this step."""
+        memory = self._memory
+        memory.words[self._place(memory.rank, word)] = step + 1
+        memory.ring(0)
+
+    def wait_for(self, word: int, step: int) -> None:
+        """Until every worker has come to this step."""
+        for rank in self._workers:
+            place = self._place(rank, word)
+            spin_then_sleep(self._memory, lambda place=place: self._memory.words[place] > step, rank)  # type: ignore[misc]
+
+    def transferred(self) -> int:
+        """The last step up to which the transfers of all workers are done; -1 for none."""
+        return min(self._memory.words[self._place(rank, self.TRANSFERRED)] for rank in self._workers) - 1
+
+    def failed(self, step: int) -> list[int]:
+        """The workers that ran out of memory in this step."""
+        word = self.FAILED + step % 2
+        return [rank for rank in self._workers if self._memory.words[self._place(rank, word)] == step + 1]
+
+    def _place(self, rank: int, word: int) -> int:
+        return self._memory.ranks + self.SIZE * rank + word
+
+
+class GroupRunner:
+    """`plan.Runner` of rank 0.
+
+    Args:
+        runner: of this rank.
+    """
+
+    def __init__(self, runner: ModelRunner, memory: GroupMemory) -> None:
+        self._runner, self.info = runner, runner.info
+        self._steps, self._words = StepWriter(memory), WorkerWords(memory)
+        self._in_flight: deque[_GroupStep] = deque()
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        self._steps.write(Record.PLAN, encode(plan))
+        with self._dropped():
+            step = _GroupStep(self, plan.step_id, self._runner.launch(plan))
+        self._in_flight.append(step)
+        return step
+
+    def finish(self, step: _GroupStep) -> StepResult:
+        """The result of the oldest step in flight.
+
+        Raises:
+            OutOfMemory: some rank cannot hold it.
+        """
+        assert self._in_flight.popleft() is step, "steps must be waited for in launch order"
+        words = self._words
+        with self._dropped():
+            words.wait_for(words.BEGUN, step.step_id)
+            result = step.pending.wait()
+            words.wait_for(words.LAUNCHED, step.step_id)
+            if failed := words.failed(step.step_id):
+                raise OutOfMemory(f"rank {failed[0]}: a step does not fit; its size is in the log of that rank")
+        return replace(result, transferred=min(result.transferred, words.transferred()))
+
+    @contextmanager
+    def _dropped(self) -> Iterator[None]:
+        """When a step fails nobody waits for the later ones; but the workers run them, and not without this rank."""
+        try:
+            yield
+        except OutOfMemory:
+            while self._in_flight:
+                with suppress(OutOfMemory):
+                    self._in_flight.popleft().pending.wait()
+            raise
+
+    def wants_capture(self, uses: int) -> bool:
+        return self._runner.wants_capture(uses)
+
+    def memory_stats(self) -> dict[str, int]:
+        return self._runner.memory_stats()
+
+    def attention_map(self, *_: object) -> F32:
+        raise NotSupportedError("an attention map with tensor_parallel_size above 1: ask an engine on one device")
+
+    def profile(self, on: bool) -> None:
+        self._steps.write(Record.PROFILE, [bytes([on])])
+        self._runner.profile(on)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _GroupStep:
+    runner: GroupRunner
+    step_id: int
+    pending: PendingStep
+
+    def wait(self) -> StepResult:
+        return self.runner.finish(self)

@@ -1,0 +1,71 @@
+"""A rank above 0: runs the plans that rank 0 sends, on its share of the model, until its process is ended."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Never
+
+from wavecore.engine_core.execution.runner import ModelRunner
+from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, StepPlan
+from wavecore.engine_core.tensor_parallel.group_runner import Record, WorkerWords
+from wavecore.engine_core.tensor_parallel.plan_codec import decode
+from wavecore.transport.processes.group_memory import GroupMemory
+from wavecore.transport.processes.step_ring import StepReader
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 2  # steps, as in rank 0
+
+
+class Worker:
+    """Args:
+    runner: of this rank.
+    """
+
+    def __init__(self, runner: ModelRunner, memory: GroupMemory) -> None:
+        self._runner, self._progress = runner, memory.progress
+        self._records, self._words = StepReader(memory), WorkerWords(memory)
+        self._in_flight: deque[tuple[int, PendingStep]] = deque()
+        self._embeds: dict[int, F32 | None] = {}  # by slot: the runner holds no array, and here no request does
+
+    def run(self) -> Never:
+        while True:
+            while self._in_flight and (len(self._in_flight) == IN_FLIGHT or not self._records.has_more):
+                self._land()
+            self._progress.busy(False)
+            kind, data = self._records.read()
+            self._progress.busy(True)
+            if Record(kind) is Record.PLAN:
+                self._launch(decode(data))
+            else:
+                self._runner.profile(bool(data[0]))
+            self._progress.beat()
+
+    def _launch(self, plan: StepPlan) -> None:
+        if plan.new_requests:
+            self._embeds = {slot: embeds for slot, embeds in self._embeds.items() if slot in self._runner.state.embeds}
+            self._embeds |= {new.slot: new.prompt_embeds for new in plan.new_requests}
+        self._words.tell(WorkerWords.BEGUN, plan.step_id)
+        with self._told(plan.step_id):
+            self._in_flight.append((plan.step_id, self._runner.launch(plan)))
+        if self._runner.device.type == "cuda":
+            self._words.tell(WorkerWords.LAUNCHED, plan.step_id)
+
+    def _land(self) -> None:
+        """Wait for the oldest step; on a CPU it is computed now."""
+        step, pending = self._in_flight.popleft()
+        with self._told(step):
+            self._words.tell(WorkerWords.TRANSFERRED, pending.wait().transferred)
+        self._words.tell(WorkerWords.LAUNCHED, step)
+
+    @contextmanager
+    def _told(self, step: int) -> Iterator[None]:
+        """A step that does not fit is rolled back by rank 0, which hears of it."""
+        try:
+            yield
+        except OutOfMemory as error:
+            logger.warning("%s", error)
+            self._words.tell(WorkerWords.FAILED + step % 2, step)

@@ -1,0 +1,102 @@
+"""What ranks do together: each calls the same with tensors of the same shape, in the same order. Knows no model.
+
+The result is the same bits on every rank. All that ranks decide from results, tokens above all, is therefore decided
+alike without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+
+
+class Collectives(Protocol):
+    """The ranks of one group, as one of them sees it.
+
+    Attributes:
+        rank: of this one, from 0.
+        size: how many there are.
+        calls: of `all_reduce` and `all_gather` that came to their end.
+    """
+
+    rank: int
+    size: int
+    calls: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, which it may overwrite."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All ranks' x [n, ...], in order: [size, n, ...]."""
+
+    def least(self, value: int) -> int:
+        """The least of all ranks' numbers. For the start: it waits for the device."""
+
+
+class Alone:
+    """A group of one rank."""
+
+    rank, size, calls = 0, 1, 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def least(self, value: int) -> int:
+        return value
+
+
+class ProcessGroup:
+    """Ranks in processes of their own, over NCCL or gloo.
+
+    Args:
+        group: of torch.distributed; all its calls are made from one thread, on the current stream.
+        device: of this rank's tensors.
+        wait_for: told, on a CPU, the rank that this one waits for, and None when it waits no more. Of ranks that all
+            wait for the next one, only one that does not is to blame.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, wait_for: Callable[[int | None], object]
+    ) -> None:
+        self._group, self._device = group, device
+        self._waits = device.type == "cpu"
+        self._wait_for = wait_for
+        self.rank, self.size, self.calls = group.rank(), group.size(), 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        with self._call():
+            dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device)
+        with self._call():
+            _all_gather(gathered, x.contiguous(), group=self._group)
+        return gathered.view(self.size, *x.shape)
+
+    def least(self, value: int) -> int:
+        number = torch.tensor(value, device=self._device)
+        dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
+        return int(number.item())
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        if self._waits:
+            self._wait_for((self.rank + 1) % self.size)
+        yield
+        if self._waits:
+            self._wait_for(None)
+        self.calls += 1
+
+
+ALONE = Alone()

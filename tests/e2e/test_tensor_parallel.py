@@ -1,0 +1,93 @@
+"""One engine as two processes that share a real (tiny, random) model over gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.checkpoints import make_config, prompts, save_model
+from tests.support.model_engine import ModelEngine
+from tests.support.waiting import until
+
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.llm import LLM
+from wavecore.transport.errors import ConfigError, EngineDead, NotSupportedError
+from wavecore.transport.processes import deployment
+from wavecore.transport.processes.deployment import EngineEntry
+
+SETTINGS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 250}
+ASKED = (
+    SamplingParams(temperature=0, max_tokens=20),
+    SamplingParams(temperature=0.9, seed=7, max_tokens=20, n=2),
+    SamplingParams(temperature=1.0, seed=8, max_tokens=20, top_k=9, top_p=0.9, repetition_penalty=1.2),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), make_config("Qwen3", num_attention_heads=4))
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(model, tensor_parallel_size=2, skip_tokenizer_init=True, kv_cache_memory_gib=0.01, **SETTINGS) as llm:
+        yield llm
+
+
+def entry(llm: LLM) -> EngineEntry:
+    return deployment.read(llm.runtime_dir).engines[0]
+
+
+def test_the_same_tokens_as_one_rank(llm: LLM, model: Path) -> None:
+    engine, asked = ModelEngine(model, **SETTINGS), prompts(9, seed=4)
+    for i, prompt in enumerate(asked):
+        engine.add(prompt, ASKED[i % 3])
+    expected = [output.tokens for output in engine.run().values()]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in asked], [ASKED[i % 3] for i in range(9)], use_tqdm=False)
+    assert [choice.token_ids for output in outputs for choice in output.outputs] == expected
+
+
+def test_prompt_embeddings_and_embeddings(llm: LLM) -> None:
+    """Both travel to the other rank; a vector of 48 values for each of 240 positions."""
+    embeds = np.random.default_rng(0).normal(size=(240, 48)).astype(np.float32)
+    one, other = (llm.generate({"prompt_embeds": embeds}, ASKED[0], use_tqdm=False)[0] for _ in range(2))
+    assert one.outputs[0].token_ids == other.outputs[0].token_ids and len(one.outputs[0].token_ids) == 10
+    [pooled] = llm.embed({"prompt_token_ids": [1, 2, 3]}, use_tqdm=False)
+    assert np.linalg.norm(pooled.outputs.embedding) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_an_attention_map_is_refused_and_nothing_breaks(llm: LLM) -> None:
+    with pytest.raises(NotSupportedError, match="tensor_parallel_size"):
+        llm.visualize_attention({"prompt_token_ids": [1, 2, 3]}, 0, 0)
+    assert llm.generate({"prompt_token_ids": [5]}, ASKED[0], use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_work(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 3: 4 heads, 2 KV heads .* sizes that work: 1, 2, 4"):
+        LLM(model, tensor_parallel_size=3, skip_tokenizer_init=True, **SETTINGS)
+
+
+def test_a_rank_that_dies_or_stops_is_named_and_the_group_starts_again(model: Path) -> None:
+    with LLM(model, tensor_parallel_size=2, skip_tokenizer_init=True, kv_cache_memory_gib=0.01, **SETTINGS) as llm:
+        for number, rank in product((signal.SIGKILL, signal.SIGSTOP), (0, 1)):
+            before = entry(llm)
+            params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+            stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, params)
+            next(stream)
+            began = time.monotonic()
+            os.kill(before.ranks[rank].pid, number)
+            said = "SIGKILL" if number == signal.SIGKILL else "has been stopped"
+            with pytest.raises(EngineDead, match=f"engine 0 rank {rank} .*{said}"):
+                for _ in stream:
+                    pass
+            print(f"{number.name} of rank {rank} heard after {time.monotonic() - began:.2f} s")
+            [output] = llm.generate({"prompt_token_ids": [4, 5, 6]}, ASKED[0], use_tqdm=False)  # of the next life
+            assert output.outputs[0].finish_reason == "length"
+            after = until(lambda: (found := entry(llm)).state == "ready" and found, "ready")
+            assert {each.pid for each in after.ranks}.isdisjoint(each.pid for each in before.ranks)

@@ -1,0 +1,116 @@
+"""A ring in the memory of a group: every other rank gets every record of rank 0, in order.
+
+    word 0      bytes written so far; word RANK: bytes that this rank has read
+    the ring    pieces [position, checksum, length, kind, last | bytes], none of which wraps around the end
+
+A record of any length passes in pieces, so one that is longer than the ring passes while it is read. Whoever waits
+spins for a moment, which at the pace of steps is often enough, then sleeps until its bell rings.
+
+Memory need not show another process's stores in their order (ARM), and Python has no fence. So a piece carries its
+position and a checksum over all of it: one that is seen too early is looked at again.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable
+
+from wavecore.transport.processes.group_memory import RING_BYTES, GroupMemory
+
+Buffer = bytes | memoryview
+MAX_PIECE = 1 << 20
+SPIN_SECONDS = 50e-6
+_PIECE = struct.Struct("<QIIHH4x")
+_CHECKSUM = slice(8, 12)
+
+
+class StepWriter:
+    """Rank 0's end, of one thread."""
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self._memory = memory
+        self._at = 0
+
+    def write(self, kind: int, parts: Iterable[Buffer]) -> None:
+        """Send a record; waits while a reader is a whole ring behind.
+
+        Args:
+            kind: up to the user, below 65,536.
+            parts: the record's bytes, in pieces of any size.
+        """
+        rest = memoryview(b"".join(parts))
+        while True:
+            room = RING_BYTES - self._at % RING_BYTES
+            if room <= _PIECE.size:
+                self._at += room
+                continue
+            piece = rest[: min(MAX_PIECE, room - _PIECE.size)]
+            rest = rest[len(piece) :]
+            self._put(kind, piece, last=not rest)
+            if not rest:
+                return
+
+    def _put(self, kind: int, piece: memoryview, last: bool) -> None:
+        memory, end, begin = self._memory, self._at + _PIECE.size + len(piece), self._at % RING_BYTES
+        readers = range(1, memory.ranks)
+        for reader in readers:
+            spin_then_sleep(memory, lambda reader=reader: end - memory.words[reader] <= RING_BYTES, reader)  # type: ignore[misc]
+        head = bytearray(_PIECE.pack(self._at, 0, len(piece), kind, last))
+        head[_CHECKSUM] = struct.pack("<I", zlib.crc32(piece, zlib.crc32(head)))
+        memory.records[begin + _PIECE.size : begin + _PIECE.size + len(piece)] = piece
+        memory.records[begin : begin + _PIECE.size] = head
+        self._at = memory.words[0] = end
+        for reader in readers:
+            memory.ring(reader)
+
+
+class StepReader:
+    """The end of another rank, of one thread."""
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self._memory = memory
+        self._at = 0
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `read` will find the beginning of a record."""
+        return self._memory.words[0] > self._at
+
+    def read(self) -> tuple[int, bytes]:
+        """The next record: its kind and its bytes. Waits for it."""
+        memory, pieces = self._memory, list[bytes]()
+        while True:
+            if (room := RING_BYTES - self._at % RING_BYTES) <= _PIECE.size:
+                self._at += room
+            spin_then_sleep(memory, lambda: self.has_more)
+            found = self._piece()
+            if found is None:
+                continue
+            kind, last, piece = found
+            pieces.append(piece)
+            self._at += _PIECE.size + len(piece)
+            memory.words[memory.rank] = self._at
+            memory.ring(0)
+            if last:
+                return kind, b"".join(pieces)
+
+    def _piece(self) -> tuple[int, bool, bytes] | None:
+        """The piece here; None while not all of it is to be seen."""
+        begin, records = self._at % RING_BYTES, self._memory.records
+        head = bytearray(records[begin : begin + _PIECE.size])
+        position, checksum, length, kind, last = _PIECE.unpack(head)
+        if position != self._at or length > MAX_PIECE:
+            return None
+        piece = bytes(records[begin + _PIECE.size : begin + _PIECE.size + length])
+        head[_CHECKSUM] = bytes(4)
+        return (kind, bool(last), piece) if zlib.crc32(piece, zlib.crc32(head)) == checksum else None
+
+
+def spin_then_sleep(memory: GroupMemory, is_so: Callable[[], bool], peer: int | None = None) -> None:
+    """`GroupMemory.sleep_until`, and before that look again and again for a moment."""
+    until = time.perf_counter() + SPIN_SECONDS
+    while not is_so():
+        if time.perf_counter() > until:
+            memory.sleep_until(is_so, peer)

@@ -87,6 +87,12 @@ class Request:
         return self.params.prompt_logprobs is not None and self.prompt_logprobs_done < self.num_prompt - 1
 
     @property
+    def size(self) -> int:
+        """What it counts for in the engine's load, in tokens: its share of the prompt, which the first choice computes
+        for all, and its output."""
+        return (0 if self.choice else self.num_prompt) + self.params.counted_output
+
+    @property
     def nbytes(self) -> int:
         """What it costs to queue."""
         return self.tokens.nbytes + (0 if self.prompt_embeds is None else self.prompt_embeds.nbytes)

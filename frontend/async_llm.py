@@ -70,6 +70,7 @@ class AsyncLLM(BaseLLM):
         first_token_timeout: float | None = None,
         resume: bool = False,
         output_kind: OutputKind | str = OutputKind.DELTA,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Outputs of one request as they come. Cancelling the task, or leaving the loop, aborts the request.
 
@@ -82,12 +83,13 @@ class AsyncLLM(BaseLLM):
             queue_timeout: seconds until it must have begun; first_token_timeout: until its first token.
             resume: let a greedy or seeded request go on, once, after the death of an engine.
             output_kind: "delta" (what is new, merged for a slow reader), "cumulative" or "final".
+            data_parallel_rank: the engine to use, from 0; None takes the best one.
 
         Raises:
             ValidationError: a value out of bounds.
             EngineDead, Overloaded, NumericalError, ...: the request failed; what it had was given before.
         """
-        options = RequestOptions(priority, timeout, queue_timeout, first_token_timeout)
+        options = RequestOptions(priority, timeout, queue_timeout, first_token_timeout, data_parallel_rank)
         encode = partial(self._encode, prompt, options)
         return self._outputs(encode, sampling_params, options, request_id, resume, output_kind)
 
@@ -103,6 +105,7 @@ class AsyncLLM(BaseLLM):
         first_token_timeout: float | None = None,
         resume: bool = False,
         output_kind: OutputKind | str = OutputKind.DELTA,
+        data_parallel_rank: int | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -110,7 +113,7 @@ class AsyncLLM(BaseLLM):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """`generate` for a conversation, through the chat template as in `LLM.chat`."""
-        options = RequestOptions(priority, timeout, queue_timeout, first_token_timeout)
+        options = RequestOptions(priority, timeout, queue_timeout, first_token_timeout, data_parallel_rank)
         chat = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         render = partial(self._service.beside_loop, partial(self._service.chat_prompt, messages, chat), options)
         return self._outputs(render, sampling_params, options, request_id, resume, output_kind)

@@ -64,6 +64,7 @@ class LLM(BaseLLM, Inspection):
         first_token_timeout: float | None = None,
         resume: bool = False,
         raise_on_error: bool = False,
+        data_parallel_rank: int | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; all are checked before the first is sent.
 
@@ -76,6 +77,7 @@ class LLM(BaseLLM, Inspection):
             queue_timeout: seconds until it must have begun; first_token_timeout: until its first token.
             resume: let greedy or seeded requests go on, once, after the death of an engine.
             raise_on_error: raise the first error of any request, and abort the others.
+            data_parallel_rank: the engine to use, from 0; None takes the best for each request.
 
         Returns:
             One output a prompt, in order. Where some fail, because the engine died under them, say, these have
@@ -88,7 +90,7 @@ class LLM(BaseLLM, Inspection):
         _no_lora(lora_request)
         if prompt_token_ids is not None:
             raise NotSupportedError('prompt_token_ids: give prompts=[{"prompt_token_ids": [...]}, ...]')
-        options = RequestOptions(0, timeout, queue_timeout, first_token_timeout)
+        options = RequestOptions(0, timeout, queue_timeout, first_token_timeout, data_parallel_rank)
         requests = self._requests(as_prompts(prompts), sampling_params, priority, resume, options)
         return run_batch(self._service, requests, use_tqdm, OF_REQUEST.flag("raise_on_error", raise_on_error))
 
@@ -110,6 +112,7 @@ class LLM(BaseLLM, Inspection):
         first_token_timeout: float | None = None,
         resume: bool = False,
         raise_on_error: bool = False,
+        data_parallel_rank: int | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of conversations, through the model's chat template.
 
@@ -120,7 +123,7 @@ class LLM(BaseLLM, Inspection):
         conversations: Any = messages if several else [messages]
         chat = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         asked = [self._service.chat_prompt(conversation, chat) for conversation in conversations]
-        options = RequestOptions(0, timeout, queue_timeout, first_token_timeout)
+        options = RequestOptions(0, timeout, queue_timeout, first_token_timeout, data_parallel_rank)
         requests = self._requests(asked, sampling_params, priority, resume, options)
         return run_batch(self._service, requests, use_tqdm, OF_REQUEST.flag("raise_on_error", raise_on_error))
 
@@ -134,13 +137,14 @@ class LLM(BaseLLM, Inspection):
         queue_timeout: float | None = None,
         first_token_timeout: float | None = None,
         resume: bool = False,
+        data_parallel_rank: int | None = None,
     ) -> Iterator[RequestOutput]:
         """Deltas of one request, sent when the first is asked for; leaving the loop aborts it.
 
         Raises:
             WavecoreError: the request failed, after what it had was given.
         """
-        options = RequestOptions(priority, timeout, queue_timeout, first_token_timeout)
+        options = RequestOptions(priority, timeout, queue_timeout, first_token_timeout, data_parallel_rank)
         request = self._service.prepare(as_prompt(prompt), sampling_params, options, resume=resume)
         return self._deltas(request)
 

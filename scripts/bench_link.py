@@ -25,7 +25,7 @@ from wavecore.transport.curve import CurveClient, CurveServer, create_keys
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.io.input_pump import InputPump
 from wavecore.transport.io.output_pump import ClientGone, OutputPump
-from wavecore.transport.wire.messages import Abort, Add, FinishReason, Ready, Step, Utility
+from wavecore.transport.wire.messages import UNTOLD, Abort, Add, FinishReason, Ready, Step, Utility
 from wavecore.transport.wire.step_tokens import finish_rows
 from wavecore.transport.wire.tensors import from_numpy
 
@@ -72,7 +72,7 @@ def main() -> None:
             "tcp://127.0.0.1:0",
             epoch=secrets.token_bytes(16),
             resolved={},
-            load=lambda: 0,
+            load=lambda _: UNTOLD,
             input_queue=inbound,
             curve=server,
         )

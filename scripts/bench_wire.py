@@ -24,7 +24,7 @@ from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.io.input_pump import InputPump
 from wavecore.transport.io.output_pump import OutputPump
 from wavecore.transport.wire.codec import decode, encode
-from wavecore.transport.wire.messages import Add, Ready, Step, StepTokens
+from wavecore.transport.wire.messages import UNTOLD, Add, Ready, Step, StepTokens
 from wavecore.transport.wire.step_tokens import merge
 from wavecore.transport.wire.tensors import from_numpy
 
@@ -82,7 +82,7 @@ def bench_sockets(rounds: int = 2000) -> None:
             f"ipc://{folder}/output",
             epoch=secrets.token_bytes(16),
             resolved={},
-            load=lambda: 0,
+            load=lambda _: UNTOLD,
             input_queue=inbound,
         )
         inputs = InputPump(f"ipc://{folder}/input", output, admit=lambda add: add, input_queue=inbound)

@@ -48,7 +48,8 @@ ODD_BYTES = b"\x00\x01\x7f\x80\x90\x91\xa0\xc0\xc1\xc4\xc6\xc7\xc9\xcb\xcf\xd3\x
 PARAMS = ("n", "temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "repetition_penalty", "logit_bias",
           "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos",
           "logprobs", "prompt_logprobs", "unknown")  # fmt: skip
-OPTIONS = ("priority", "cache_salt", "timeout", "queue_timeout", "first_token_timeout", "pooling", "emitted", "unknown")
+OPTIONS = ("priority", "cache_salt", "timeout", "queue_timeout", "first_token_timeout", "data_parallel_rank",
+           "pooling", "emitted", "unknown")  # fmt: skip
 INFO = RunnerInfo(64, 0, 16, 512, 1000, 8, (2,), "float32", "cpu")
 CONFIG = EngineConfig(model="scripted:none")
 
@@ -114,6 +115,10 @@ class Source:
 
     def message(self) -> messages.Message:
         n, table = self.number, self.table(PARAMS)
+
+        def load() -> messages.Load:
+            return messages.Load(n(), n(), n())
+
         kinds: list[Callable[[], messages.Message]] = [
             self.add,
             lambda: messages.Abort(TOKEN, TOKEN, n(), np.arange(self.random.randrange(5), dtype=np.uint32)),
@@ -121,9 +126,9 @@ class Source:
             messages.Hello,
             lambda: messages.Ping(TOKEN, n(), True),
             lambda: messages.Ready(TOKEN, table),
-            lambda: messages.Step(TOKEN, n(), self.step_tokens(), n()),
+            lambda: messages.Step(TOKEN, n(), self.step_tokens(), load()),
             lambda: messages.Result(TOKEN, n(), n(), "", "", self.value(), (self.tensor(), self.tensor())),
-            lambda: messages.Heartbeat(TOKEN, n(), n(), True),
+            lambda: messages.Heartbeat(TOKEN, n(), load(), True),
             lambda: messages.UnknownClient(TOKEN),
             lambda: messages.Dead(TOKEN, "code", "message", "phase"),
             lambda: messages.Piece(TOKEN, TOKEN, n(), 1, np.array([5, 0], np.uint32), self.tensor()),

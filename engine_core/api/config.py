@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Literal, Self
 
 from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
-from wavecore.engine_core.api.request_options import DEADLINE
+from wavecore.engine_core.api.request_options import DEADLINE, MAX_ENGINES
 from wavecore.engine_core.api.sampling_params import SEED
 from wavecore.transport.errors import ConfigError
 from wavecore.transport.wire.checks import Checker
@@ -136,7 +136,7 @@ class EngineConfig:
     shutdown_timeout: Annotated[float, FROM_ZERO] = 30.0
     custom_ops: dict[str, str] | None = None
     tensor_parallel_size: Annotated[int, Bounds(1, 1 << 10)] = 1
-    data_parallel_size: Annotated[int, Bounds(1, 1 << 10)] = 1
+    data_parallel_size: Annotated[int, Bounds(1, MAX_ENGINES)] = 1
 
     def __post_init__(self) -> None:
         make_plain(self, CHECKS)

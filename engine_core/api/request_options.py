@@ -11,6 +11,7 @@ from wavecore.transport.wire.checks import MAX_TOKEN_ID, OF_REQUEST
 
 MIN_SECONDS = 0.001
 DEADLINE = Bounds(MIN_SECONDS, 7 * 86400.0)
+MAX_ENGINES = 1 << 10  # of a deployment
 DEADLINES = ("timeout", "queue_timeout", "first_token_timeout")
 
 
@@ -22,6 +23,7 @@ class RequestOptions(WireFields):
         priority: lower runs first under scheduling_policy="priority".
         timeout: seconds for the whole request.
         queue_timeout, first_token_timeout: seconds until its first step and until its first token.
+        data_parallel_rank: the only engine that shall serve it; None leaves the choice to the client.
         cache_salt: only requests with the same salt share cached prefixes.
         pooling: "mean" or "last" makes it an embedding request.
         emitted: how many of the prompt's last ids are output of this request, which goes on after an engine's death.
@@ -34,6 +36,7 @@ class RequestOptions(WireFields):
     timeout: Annotated[float | None, DEADLINE] = None
     queue_timeout: Annotated[float | None, DEADLINE] = None
     first_token_timeout: Annotated[float | None, DEADLINE] = None
+    data_parallel_rank: Annotated[int | None, Bounds(0, MAX_ENGINES - 1)] = None
     cache_salt: Annotated[str | None, Bounds(1, 256)] = None
     pooling: Literal["mean", "last"] | None = None
     emitted: Annotated[int, Bounds(0, MAX_TOKEN_ID)] = 0

@@ -26,6 +26,7 @@ MAX_BAD_WORD_TOKENS = 1 << 14  # of all bad words together, in both spellings
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 64
 MAX_TOKENS = 1 << 24
+COUNTED_OUTPUT = 1024  # tokens in the load; beyond them max_tokens says little, as most choices end long before
 SEED = Bounds(-(1 << 63), (1 << 63) - 1)
 MAX_ALLOWED = 1 << 20
 
@@ -137,6 +138,11 @@ class SamplingParams(WireFields):
             raise ValidationError("top_p", "must be above 0; for greedy decoding set temperature=0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValidationError("min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}")
+
+    @property
+    def counted_output(self) -> int:
+        """Tokens that the output of a choice counts for in the load of its engine."""
+        return COUNTED_OUTPUT if self.max_tokens is None else min(self.max_tokens, COUNTED_OUTPUT)
 
     @property
     def greedy(self) -> bool:

@@ -81,7 +81,7 @@ class EngineCoreProc:
             output_address,
             epoch=self._epoch,
             resolved=self._resolved,
-            load=lambda: core.requests.num_tokens,
+            load=core.requests.load,
             input_queue=self.input_queue,
             curve=curve,
         )
@@ -133,7 +133,7 @@ class EngineCoreProc:
             if moved:
                 self._progress.beat()
             if outputs:
-                self._output.put(outputs, core.requests.num_tokens)
+                self._output.put(outputs)
 
     def _process_input_queue(self, moved: bool) -> None:
         if not self.core.has_work and not self._calls:

@@ -15,6 +15,7 @@ come through `step_update`.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from wavecore.engine_core.scheduling.slots import Slots
 from wavecore.engine_core.scheduling.step_output import Outputs
 from wavecore.engine_core.scheduling.timing_wheel import TimingWheel
 from wavecore.transport.errors import RequestTimeout, ValidationError, WavecoreError
-from wavecore.transport.wire.messages import FinishReason
+from wavecore.transport.wire.messages import FinishReason, Load
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Requests:
         timers: of (request, one of DEADLINES).
         by_client: the requests that did not end, by client and handle.
         clients: by the number that `slots.client` holds.
+        sizes, size: tokens that the requests count for in the load, of each client and of all.
         queued_out_reqs, queued_out_bytes: what left the queue for the first time; they only grow.
     """
 
@@ -69,6 +71,8 @@ class Requests:
         self.totals = Totals()
         self.by_client: dict[bytes, dict[int, Request]] = {}
         self.clients: list[bytes] = []
+        self.sizes: Counter[bytes] = Counter()
+        self.size = 0
         self.queued_out_reqs = self.queued_out_bytes = 0
         self._number_of: dict[bytes, int] = {}
         self._free_numbers: list[int] = []  # still name their last client, whose last output may be on its way
@@ -79,10 +83,12 @@ class Requests:
         """Slots that are taken."""
         return self.slots.max_num_seqs - len(self.slots.free)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all requests, for balancing. Read by other threads, so it changes nothing."""
-        return self.waiting.num_tokens + int(self.slots.length[self.slots.live].sum())
+    def load(self, client: bytes) -> Load:
+        """What a client is told for balancing. Called by other threads, so it changes nothing."""
+        others = max(0, self.size - self.sizes.get(client, 0))  # the two may be of different moments
+        blocks, queued = self.kv.device.num_free - self.kv.watermark, len(self.waiting)
+        room = blocks * self.kv.block_size - self.waiting.num_tokens if queued < len(self.slots.free) else 0
+        return Load(others, queued, max(0, room))
 
     def all(self) -> list[Request]:
         return [request for mine in self.by_client.values() for request in mine.values()]
@@ -103,6 +109,8 @@ class Requests:
             choice.minor = self._arrivals
             self._arrivals += 1
             mine[choice.handle] = choice
+            self.size += choice.size
+            self.sizes[request.client] += choice.size
             for which, seconds in choice.options.deadlines.items():
                 self._start_timer(choice, which, seconds)
         if request.client not in self._number_of:
@@ -271,7 +279,10 @@ class Requests:
     def _forget(self, request: Request) -> None:
         mine = self.by_client[request.client]
         del mine[request.handle]
+        self.size -= request.size
+        self.sizes[request.client] -= request.size
         if not mine:
+            del self.sizes[request.client]
             del self.by_client[request.client]
             self._free_numbers.append(self._number_of.pop(request.client))
 

@@ -62,13 +62,14 @@ class EngineClient:
         self._runtime_dir = runtime_dir if isinstance(runtime_dir, Address) else Path(runtime_dir)
         found = deployment.read(self._runtime_dir)
         self._engines = {entry.index: RemoteEngine(entry.index) for entry in found.engines}
+        self.num_engines = len(self._engines)
         self._closed = ""  # why nothing can be sent any more
         self._refused: WavecoreError | None = None  # why no engine takes this client, or ever will
         self._sweeping = False  # a look at the deadlines is scheduled
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an engine is ready, or something is in the way
         self._owner = os.getpid()
         self._pump = ClientPump(self._on_event)
-        self._requests = InFlight(self._pump, self._engines.values())
+        self._requests = InFlight(self._pump, list(self._engines.values()))
         self._calls = Calls(self._pump)
         self._watch = DeploymentWatch(self._runtime_dir, self._engines, self._pump, self._down, self._refuse)
         forks.tell(self)
@@ -187,8 +188,9 @@ class EngineClient:
         engine = self._engines[index]
         if isinstance(event, Step):
             self._requests.deliver(engine, event)
+            self._requests.report(engine, event.load)
         elif isinstance(event, Heartbeat):
-            engine.report(event.load)
+            self._requests.report(engine, event.load)
         elif isinstance(event, Ready):
             self._on_ready(engine, event)
         elif isinstance(event, Result):
@@ -237,10 +239,11 @@ class EngineClient:
         self._calls.fail(engine.index, error)
         self._watch.look_later()
 
-    def _refuse(self, reason: WavecoreError) -> None:
-        """No engine takes this client's requests: none will come back, or it has as many clients as it takes."""
-        self._refused = reason
-        self._requests.fail_waiting(reason if isinstance(reason, Overloaded) else None)
+    def _refuse(self, reason: WavecoreError, rank: int | None = None) -> None:
+        """No engine takes this client's requests, or that one does not: it will not come back, or has as many clients
+        as it takes."""
+        self._refused = reason if rank is None else self._refused
+        self._requests.fail_waiting(reason if isinstance(reason, Overloaded) or rank is not None else None, rank)
         self._news.put(None)
 
     def _first_look(self) -> None:

@@ -30,7 +30,8 @@ class DeploymentWatch:
 
     Args:
         on_down: told (engine, epoch, error, state) when that life of an engine is over or has long been out of reach.
-        on_lost: told the reason when no engine will ever take a request again.
+        on_lost: told the reason when no engine will ever take a request again; at each look also (reason, index) of
+            each single one that will not.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class DeploymentWatch:
         engines: Mapping[int, RemoteEngine],
         pump: ClientPump,
         on_down: Callable[[RemoteEngine, bytes, EngineDead, EngineState], None],
-        on_lost: Callable[[WavecoreError], None],
+        on_lost: Callable[[WavecoreError, int | None], None],
     ) -> None:
         self._runtime_dir, self._engines, self._pump = runtime_dir, engines, pump
         self._on_down, self._on_lost = on_down, on_lost
@@ -105,20 +106,23 @@ class DeploymentWatch:
             found = self._read()
         except StartError as stopped:
             self._find_causes()
-            self._on_lost(stopped)
+            self._on_lost(stopped, None)
             return False
         if found is None:
             return True
         self._find_causes()
         if not self._can_recover(found):
             causes = [entry.cause.message for entry in found.engines if entry.cause]
-            self._on_lost(EngineDead(causes[0] if causes else f"the deployment in {self._runtime_dir} is over"))
+            self._on_lost(EngineDead(causes[0] if causes else f"the deployment in {self._runtime_dir} is over"), None)
         for entry in found.engines:
+            if not self._may_come(entry):
+                reason = entry.cause.message if entry.cause else f"engine {entry.index} takes no requests any more"
+                self._on_lost(EngineDead(reason), entry.index)
             try:
                 self._connect(entry)
             except WavecoreError as error:  # a missing key file, for one: the next look tries again
                 if entry.index not in self._addresses:
-                    self._on_lost(error)
+                    self._on_lost(error, None)
         coming = [self._engines[entry.index] for entry in found.engines if entry.state not in OVER]
         return any(engine.state is not EngineState.UP for engine in coming)
 
@@ -135,12 +139,13 @@ class DeploymentWatch:
                 self._on_down(engine, epoch, error, EngineState.UNREACHABLE)
 
     def _can_recover(self, found: Deployment) -> bool:
-        return found.state not in ("dead", "stopped") and any(
-            # One that is ready, but not for us, does not count: a wait for it would have no end.
-            entry.state not in OVER
-            and not (entry.state == "ready" and self._engines[entry.index].state is EngineState.UNREACHABLE)
-            for entry in found.engines
-        )
+        return found.state not in ("dead", "stopped") and any(map(self._may_come, found.engines))
+
+    def _may_come(self, entry: EngineEntry) -> bool:
+        """Whether it takes requests or will. One that is ready, but not for us, does not count: a wait for it would
+        have no end."""
+        unreachable = self._engines[entry.index].state is EngineState.UNREACHABLE
+        return entry.state not in OVER and not (entry.state == "ready" and unreachable)
 
     def _connect(self, entry: EngineEntry) -> None:
         """Talk to an engine where it listens now: over tcp its port may have been taken while it was down."""

@@ -1,14 +1,19 @@
-"""What a client knows of each engine. The pump holds the sockets to them."""
+"""What a client knows of each engine, and of each of its requests on their way. The pump holds the sockets."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
+from wavecore.frontend.client.mailbox import Mailbox
 from wavecore.transport.errors import EngineDead
+from wavecore.transport.wire.messages import UNTOLD, Load
+
+GRACE_SECONDS = 5.0  # after a request's own deadline the engine has this long to say so itself
 
 
 class EngineState(Enum):
@@ -31,9 +36,10 @@ class RemoteEngine:
         resolved: what the engine said at ready.
         error: why it is down or unreachable.
         broken_at, broken_by: monotonic time and reason of the last break of the connection.
-        num_sent: requests of this client so far.
-        own_tokens: outstanding tokens of this client's requests.
-        foreign_tokens: outstanding tokens of everybody else's, by the engine's last report.
+        turn: when it was last chosen, as a number that only grows.
+        own_tokens: of this client's requests there, see `EngineRequest.size`.
+        other_tokens, room: see `Load`; of its last report, and `room` without what was sent since.
+        unstarted: requests of this client that have given no output, in the order in which they were sent.
     """
 
     index: int
@@ -44,19 +50,70 @@ class RemoteEngine:
     error: EngineDead | None = None
     broken_at: float = 0.0
     broken_by: str = ""
-    num_sent: int = 0
+    turn: int = 0
     own_tokens: int = 0
-    foreign_tokens: int = 0
+    other_tokens: int = UNTOLD.others
+    room: int = UNTOLD.room
+    unstarted: dict[Mailbox, None] = field(default_factory=dict)
 
     @property
     def broken_for(self) -> float:
         """Seconds since the connection broke."""
         return time.monotonic() - self.broken_at
 
-    def report(self, tokens: int) -> None:
-        """Take the engine's own count in. What this client just sent may not be in it yet, so it never lowers ours."""
-        self.foreign_tokens = max(0, tokens - self.own_tokens)
+    def report(self, load: Load) -> None:
+        """Take in what the engine says of itself. What this client just sent may not be in it yet."""
+        self.other_tokens, _, self.room = load
+
+    def ended(self, mailbox: Mailbox) -> None:
+        """A request of this client is not here any more; `Balance.sent` counted it."""
+        self.own_tokens -= mailbox.request.size
+        self.unstarted.pop(mailbox, None)
 
     @property
     def load(self) -> int:
-        return self.own_tokens + self.foreign_tokens
+        """Tokens of all requests there."""
+        return self.own_tokens + self.other_tokens
+
+
+class Stay(NamedTuple):
+    """A request at an engine.
+
+    Attributes:
+        client_id: what this client was called in the session that it was sent in.
+        handles: of choices that still run.
+    """
+
+    engine: RemoteEngine
+    client_id: bytes
+    handles: set[int]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request on its way.
+
+    Attributes:
+        prefixes: see `Balance.prefixes`.
+        at: the engine that it was sent to; None while it waits for one to come back.
+        left: the engine that it was moved away from, until that has ended it: a death meanwhile may be its work.
+        lost_by: the death that it was sent again for; there is no second time.
+    """
+
+    mailbox: Mailbox
+    prefixes: list[int]
+    at: Stay | None = None
+    left: Stay | None = None
+    lost_by: EngineDead | None = None
+
+    @property
+    def deadline(self) -> float:
+        """Monotonic time when the client gives up on it."""
+        options = self.mailbox.request.options
+        timeout = math.inf if options.timeout is None else options.timeout
+        started = self.mailbox.started
+        if self.at is not None:  # the engine counts its time
+            return started + timeout + GRACE_SECONDS
+        if self.mailbox.has_tokens:
+            return started + timeout
+        return started + min(options.deadlines.values(), default=math.inf)

@@ -7,15 +7,16 @@ A request that is sent again gets new handles, and rows of unknown handles are d
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from wavecore.frontend.client.engines import EngineState, RemoteEngine
+from wavecore.frontend.client.balance import Balance
+from wavecore.frontend.client.engines import EngineState, Flight, RemoteEngine, Stay
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind, notify
 from wavecore.transport.errors import (
     EngineDead,
@@ -26,44 +27,14 @@ from wavecore.transport.errors import (
     from_code,
 )
 from wavecore.transport.io.client_pump import ClientPump
-from wavecore.transport.wire.messages import Abort, FinishReason, Step
+from wavecore.transport.wire.messages import UNTOLD, Abort, FinishReason, Load, Step
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 5.0  # after a request's own deadline the engine has this long to say so itself
 MAX_HANDLE = 0xFFFFFFFF
+MAX_MOVES = 64  # requests that one report of an engine moves away from it
 _REASONS = {int(reason): reason for reason in FinishReason}
 _NOTHING: Mapping[str, Any] = {}
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A request on its way.
-
-    Attributes:
-        engine: where it was sent; None while it waits for an engine to come back.
-        client_id: what this client was called in the session that it was sent in.
-        handles: handle -> choice, of choices that still run.
-        lost_by: the death that it was sent again for; there is no second time.
-    """
-
-    mailbox: Mailbox
-    engine: RemoteEngine | None = None
-    client_id: bytes = b""
-    handles: dict[int, int] = field(default_factory=dict)
-    lost_by: EngineDead | None = None
-
-    @property
-    def deadline(self) -> float:
-        """Monotonic time when the client gives up on it."""
-        options = self.mailbox.request.options
-        timeout = math.inf if options.timeout is None else options.timeout
-        started = self.mailbox.started
-        if self.engine is not None:  # the engine counts its time
-            return started + timeout + GRACE_SECONDS
-        if self.mailbox.has_tokens:
-            return started + timeout
-        return started + min(options.deadlines.values(), default=math.inf)
 
 
 class InFlight:
@@ -73,21 +44,22 @@ class InFlight:
         live: those that have not ended, as callers see it: they add what they submit, and take out what they abort.
     """
 
-    def __init__(self, pump: ClientPump, engines: Iterable[RemoteEngine]) -> None:
+    def __init__(self, pump: ClientPump, engines: Sequence[RemoteEngine]) -> None:
         self._pump = pump
-        self._engines = list(engines)
+        self._engines = engines
+        self._balance = Balance(engines)
         self.live: set[Mailbox] = set()
         self._flights: dict[Mailbox, Flight] = {}
-        self._rows: dict[int, Flight] = {}
+        self._rows: dict[int, tuple[Flight, Stay, int]] = {}  # by handle; with the choice
         self._next_handle = 1
 
     # --- a request's way -----------------------------------------------------------------------------------------
 
     def submit(self, mailbox: Mailbox) -> bool:
-        """Send a request to the least loaded engine, or let it wait for one. Returns whether it waits."""
-        flight = self._flights[mailbox] = Flight(mailbox)
+        """Send a request to the best engine, or let it wait for one. Returns whether it waits."""
+        flight = self._flights[mailbox] = Flight(mailbox, self._balance.prefixes(mailbox.request))
         self._try_to_send([flight], new=True)
-        return flight.engine is None
+        return flight.at is None
 
     def refuse(self, mailbox: Mailbox, error: WavecoreError) -> None:
         """End a request that is in nobody's hands yet, or that nobody will hear of again."""
@@ -97,7 +69,6 @@ class InFlight:
 
     def deliver(self, engine: RemoteEngine, step: Step) -> None:
         """Hand the rows of a step to their mailboxes."""
-        engine.report(step.load)
         output, now = step.output, time.monotonic()
         tokens, extras, frames = output.tokens.tolist(), output.extras, output.frames
         touched: list[Mailbox] = []
@@ -107,25 +78,50 @@ class InFlight:
         for place, (handle, count, finish) in enumerate(rows):
             new = tokens[at : at + count]
             at += count
-            flight = self._rows.get(handle)
-            if flight is None:  # aborted, ended by a stop string, or sent again since
+            row = self._rows.get(handle)
+            if row is None:  # aborted, ended by a stop string, or sent again since
                 continue
-            mailbox = flight.mailbox
-            ended = mailbox.deliver(
-                flight.handles[handle], new, now, _REASONS[finish], extras.get(place, _NOTHING), frames
-            )
+            flight, stay, choice = row
+            if stay is not flight.at:  # it was moved away
+                if finish:
+                    self._end_choice(flight, stay, handle)
+                continue
+            mailbox, extra = flight.mailbox, extras.get(place, _NOTHING)
+            if extra:  # the first row of each choice has some
+                engine.unstarted.pop(mailbox, None)
+            ended = mailbox.deliver(choice, new, now, _REASONS[finish], extra, frames)
             if ended:
                 if not finish:
                     stopped.append(handle)
-                del flight.handles[handle], self._rows[handle]
-                if not flight.handles:
-                    self._forget(flight)
+                self._end_choice(flight, stay, handle)
             if ended or mailbox.kind is not OutputKind.FINAL:
                 touched.append(mailbox)
         unread = notify(touched)
         self._send_abort(engine, stopped)
         for mailbox in unread:
             self.abort(mailbox)
+
+    def report(self, engine: RemoteEngine, load: Load) -> None:
+        """Take in how busy an engine is, and move requests that wait there to engines that could start them at once.
+
+        A request that moves has no token yet, and what its first engine may still say of it is dropped. Each move
+        lowers the larger of two loads, so none goes back and forth.
+        """
+        engine.report(load)
+        most = min(load.waiting, MAX_MOVES) if len(self._engines) > 1 else 0
+        for flight in [self._flights[mailbox] for mailbox in islice(reversed(engine.unstarted), most)]:
+            request, left = flight.mailbox.request, flight.at
+            pinned = request.options.data_parallel_rank is not None
+            if left is None or flight.left or flight.mailbox.has_tokens or pinned:
+                continue
+            target = self._balance.choose(flight)
+            if target is None or len(request.prompt) > target.room or target.load + request.size >= engine.load:
+                break
+            with suppress(WavecoreError):  # a request that is refused there stays here
+                self._send(flight, target)
+                flight.left = left
+                self._send_abort(engine, list(left.handles))
+                engine.ended(flight.mailbox)
 
     def abort(self, mailbox: Mailbox) -> None:
         """End a request; its running choices end as "abort". Unknown or ended ones are no error."""
@@ -144,19 +140,29 @@ class InFlight:
 
     def abort_all_at(self, engine: RemoteEngine) -> None:
         """Tell an engine to end all that it was sent; it hears so when it is in reach again."""
-        self._send_abort(engine, [h for f in self._flights.values() if f.engine is engine for h in f.handles])
+        self._send_abort(engine, [handle for handle, (_, stay, _) in self._rows.items() if stay.engine is engine])
 
     # --- when engines die ----------------------------------------------------------------------------------------
 
     def lose(self, engine: RemoteEngine, error: EngineDead, everything: bool) -> None:
-        """Send again or fail what was sent over an earlier connection, or over any."""
+        """Send again or fail what was sent over an earlier connection, or over any. A request that was moved away, and
+        was perhaps not ended there, shares in the blame, and goes on where it is."""
         failed: dict[Flight, WavecoreError] = {}
+        engine.report(UNTOLD)
+
+        def is_lost(stay: Stay | None) -> bool:
+            return stay is not None and stay.engine is engine and (everything or stay.client_id != engine.client_id)
+
         for flight in self._flights.values():
-            if flight.engine is not engine or (flight.client_id == engine.client_id and not everything):
+            here, before = is_lost(flight.at), is_lost(flight.left)
+            if not here and not before:
                 continue
-            self._detach(flight)
+            if here:
+                self._detach(flight)
+            if before:
+                self._leave(flight)
             mailbox = flight.mailbox
-            if flight.lost_by is None and (_can_resume(mailbox) or not mailbox.has_tokens):
+            if flight.lost_by is None and (not here or _can_resume(mailbox) or not mailbox.has_tokens):
                 flight.lost_by = error
             elif flight.lost_by is None or engine.state is not EngineState.DOWN:
                 failed[flight] = error
@@ -173,19 +179,19 @@ class InFlight:
     def _try_to_send(self, flights: list[Flight], new: bool = False) -> None:
         failed: dict[Flight, WavecoreError] = {}
         for flight in flights:
-            engine = self._least_loaded()
+            engine = self._balance.choose(flight)
             if engine is None:
-                break
+                continue
             try:
-                elapsed = 0.0 if new else time.monotonic() - flight.mailbox.started
-                self._send(flight, engine, flight.mailbox.emitted, elapsed)
+                self._send(flight, engine, new)
             except Exception as refused:  # by the wire, or a fault of ours: of this request alone
                 failed[flight] = as_wavecore_error(refused)
         self._fail(failed)
 
-    def fail_waiting(self, error: WavecoreError | None = None) -> None:
-        """No engine will come back, or it takes nothing of this client."""
-        self._fail({flight: error or flight.lost_by or self.no_engine() for flight in self._waiting()})
+    def fail_waiting(self, error: WavecoreError | None = None, rank: int | None = None) -> None:
+        """No engine will come back, or it takes nothing of this client; or that is so of the one with this rank."""
+        lost = [f for f in self._waiting() if rank in (None, f.mailbox.request.options.data_parallel_rank)]
+        self._fail({flight: error or flight.lost_by or self.no_engine() for flight in lost})
 
     @property
     def have_deadlines(self) -> bool:
@@ -196,8 +202,7 @@ class InFlight:
         now = time.monotonic()
         failed: dict[Flight, WavecoreError] = {}
         for flight in [f for f in self._flights.values() if f.deadline < now]:
-            self._abort_at_engine(flight)
-            silent = "the engine said nothing" if flight.engine else f"no engine was up to take it: {self.no_engine()}"
+            silent = "the engine said nothing" if flight.at else f"no engine was up to take it: {self.no_engine()}"
             text = f"request {flight.mailbox.request.request_id}: its timeout passed and {silent}"
             failed[flight] = RequestTimeout(text)
         self._fail(failed)
@@ -209,27 +214,23 @@ class InFlight:
 
     # --- bookkeeping ---------------------------------------------------------------------------------------------
 
-    def _least_loaded(self) -> RemoteEngine | None:
-        """The engine with the fewest outstanding tokens; ties go round."""
-        up = [engine for engine in self._engines if engine.state is EngineState.UP]
-        return min(up, key=lambda engine: (engine.load, engine.num_sent), default=None)
-
-    def _send(self, flight: Flight, engine: RemoteEngine, emitted: list[int], elapsed: float) -> None:
+    def _send(self, flight: Flight, engine: RemoteEngine, new: bool = False) -> None:
         mailbox, request = flight.mailbox, flight.mailbox.request
+        elapsed = 0.0 if new else time.monotonic() - mailbox.started
         if self._next_handle + request.params.n > MAX_HANDLE:
             self._next_handle = 1
         first = self._next_handle
-        flight.client_id = self._pump.send(engine.index, request.message(first, emitted, mailbox.seed, elapsed))
+        message = request.message(first, mailbox.emitted, mailbox.seed, elapsed)
+        client_id = self._pump.send(engine.index, message)
         self._next_handle += request.params.n
-        flight.engine = engine
-        flight.handles = {first + i: i for i in range(request.params.n) if mailbox.is_running(i)}
-        self._rows.update(dict.fromkeys(flight.handles, flight))
-        engine.num_sent += 1
-        engine.own_tokens += request.cost
+        choices = [i for i in range(request.params.n) if mailbox.is_running(i)]
+        flight.at = Stay(engine, client_id, {first + i for i in choices})
+        self._rows.update({first + i: (flight, flight.at, i) for i in choices})
+        self._balance.sent(flight, engine)
 
     def _abort_at_engine(self, flight: Flight) -> None:
-        if flight.engine is not None and flight.client_id == flight.engine.client_id:
-            self._send_abort(flight.engine, list(flight.handles))
+        if flight.at and flight.at.client_id == flight.at.engine.client_id:
+            self._send_abort(flight.at.engine, list(flight.at.handles))
 
     def _send_abort(self, engine: RemoteEngine, handles: list[int]) -> None:
         if handles and engine.state in (EngineState.UP, EngineState.BROKEN):
@@ -239,25 +240,41 @@ class InFlight:
                 logger.debug("engine %d was not told to abort: %s", engine.index, error)
 
     def _waiting(self) -> list[Flight]:
-        return [flight for flight in self._flights.values() if flight.engine is None]
+        return [flight for flight in self._flights.values() if flight.at is None]
 
     def _fail(self, failed: Mapping[Flight, WavecoreError]) -> None:
         for flight, error in failed.items():
+            self._abort_at_engine(flight)
             self._forget(flight)
             # A copy for each: one exception raised in many tasks would collect all their tracebacks.
             flight.mailbox.end("error", from_code(error.code, str(error)))
         notify([flight.mailbox for flight in failed])
 
     def _detach(self, flight: Flight) -> None:
-        for handle in flight.handles:
+        if flight.at is not None:
+            self._drop_rows(flight.at)
+            flight.at.engine.ended(flight.mailbox)
+            flight.at = None
+
+    def _leave(self, flight: Flight) -> None:
+        """The engine that it was moved away from has ended it, or is over."""
+        if flight.left is not None:
+            self._drop_rows(flight.left)
+            flight.left = None
+
+    def _drop_rows(self, stay: Stay) -> None:
+        for handle in stay.handles:
             del self._rows[handle]
-        flight.handles = {}
-        if flight.engine is not None:
-            flight.engine.own_tokens -= flight.mailbox.request.cost
-            flight.engine = None
+
+    def _end_choice(self, flight: Flight, stay: Stay, handle: int) -> None:
+        stay.handles.discard(handle)
+        del self._rows[handle]
+        if not stay.handles:
+            (self._forget if stay is flight.at else self._leave)(flight)
 
     def _forget(self, flight: Flight) -> None:
         self._detach(flight)
+        self._leave(flight)
         self._flights.pop(flight.mailbox, None)
         self.live.discard(flight.mailbox)
 

@@ -39,9 +39,9 @@ class EngineRequest:
     resume: bool = False
 
     @property
-    def cost(self) -> int:
-        """Tokens that an engine may have to compute for it, for choosing the least loaded engine."""
-        return len(self.prompt) + self.params.n * (self.params.max_tokens or 0)
+    def size(self) -> int:
+        """What it counts for in the load of its engine, in tokens: those of its prompt and of its output."""
+        return len(self.prompt) + self.params.n * self.params.counted_output
 
     def message(self, handle: int, emitted: list[int], seed: int | None, elapsed: float) -> Add:
         """The message.

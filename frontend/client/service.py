@@ -171,6 +171,8 @@ class Service:
             raise ValidationError("sampling_params", f"must be SamplingParams, not {type(params).__name__}")
         request_id = str(next(self._numbers)) if request_id is None else request_id
         OF_REQUEST.text("request_id", request_id, 1, MAX_ID)
+        if (rank := options.data_parallel_rank) is not None and rank >= (count := self.client.num_engines):
+            raise ValidationError("data_parallel_rank", f"{rank}, but there are {count} engines, counted from 0")
         queue = int(self.resolved["max_num_queued_reqs"])
         if params.n > queue:
             raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")

@@ -58,7 +58,7 @@ async def test_arguments_of_servers_that_ask_for_nothing(llm: AsyncLLM) -> None:
     assert (output.prompt, output.request_id, output.finished) == ("shown", "1", True)
 
 
-@pytest.mark.parametrize("name", ["lora_request", "data_parallel_rank", "kv_hints", "session_id"])
+@pytest.mark.parametrize("name", ["lora_request", "kv_hints", "session_id"])
 async def test_arguments_that_ask_for_more_are_refused_by_name(llm: AsyncLLM, name: str) -> None:
     with pytest.raises(NotSupportedError, match=name):
         await collect(llm.generate(PROMPT, greedy(), "1", **{name: "a"}))

@@ -11,7 +11,7 @@ import numpy as np
 from wavecore.transport.errors import ProtocolError
 from wavecore.transport.wire.codec import Frames, encode
 from wavecore.transport.wire.delivery import PIECE_BYTES, WINDOW_BYTES, WINDOW_MESSAGES, Inbox, Outbox
-from wavecore.transport.wire.messages import Abort, FinishReason, Result, Step, StepTokens
+from wavecore.transport.wire.messages import UNTOLD, Abort, FinishReason, Load, Result, Step, StepTokens
 from wavecore.transport.wire.step_tokens import finish_rows, merge, rows_of, size_of
 
 STEP_BYTES = PIECE_BYTES // 2  # merged output leaves in messages of about this size
@@ -88,7 +88,7 @@ class ClientStream:
         self._waiting: list[StepTokens] = []
         self._waiting_bytes = 0
         self._waiting_merged = 0  # how many parts of _waiting the last merge left
-        self._load = 0
+        self._load = UNTOLD
         self._lost: set[int] = set()  # ended here, not yet in the engine: what comes of them until then is dropped
         self._silent_ticks = 0
         self._absent_ticks = 0
@@ -125,7 +125,7 @@ class ClientStream:
             return f"it read nothing for {self._limits.stalled_ticks} s while output waited"
         return ""
 
-    def put(self, output: StepTokens, load: int) -> None:
+    def put(self, output: StepTokens, load: Load) -> None:
         self._waiting.append(output)
         self._waiting_bytes += size_of(output)
         self._load = load

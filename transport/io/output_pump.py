@@ -33,6 +33,7 @@ from wavecore.transport.wire.messages import (
     Dead,
     Heartbeat,
     Hello,
+    Load,
     Message,
     Ping,
     Ready,
@@ -69,7 +70,7 @@ class OutputPump(BoundThread):
         address: where to bind; `endpoint` is what was bound.
         epoch: 16 random bytes that name this life of the engine.
         resolved: told to every client in READY.
-        load: known tokens of all requests; asked at every heartbeat, in this thread.
+        load: what a client is told of how busy the engine is; asked at every heartbeat and output, in this thread.
         input_queue: gets ClientGone and IoThreadFailed, and an Abort of requests whose output cannot travel.
         curve: keys, for tcp.
 
@@ -85,7 +86,7 @@ class OutputPump(BoundThread):
         *,
         epoch: bytes,
         resolved: dict[str, Any],
-        load: Callable[[], int],
+        load: Callable[[bytes], Load],
         input_queue: SimpleQueue[Any],
         curve: CurveServer | None = None,
         limits: ClientLimits | None = None,
@@ -112,9 +113,9 @@ class OutputPump(BoundThread):
         stream = self._streams.get(client_id)
         return stream.input if stream is not None and epoch == self._epoch else None
 
-    def put(self, outputs: Mapping[bytes, StepTokens], load: int = 0) -> None:
-        """Output of one step, by client_id, and the engine's load. The arrays must not be written to afterwards."""
-        self._hand_over(lambda: self._put(outputs, load))
+    def put(self, outputs: Mapping[bytes, StepTokens]) -> None:
+        """Output of one step, by client_id. The arrays must not be written to afterwards."""
+        self._hand_over(lambda: self._put(outputs))
 
     def put_result(
         self,
@@ -215,13 +216,13 @@ class OutputPump(BoundThread):
         self._dirty.add(client_id)
         stream.acknowledge(ping.seen, ping.gap, ping.attempt)
 
-    def _put(self, outputs: Mapping[bytes, StepTokens], load: int) -> None:
+    def _put(self, outputs: Mapping[bytes, StepTokens]) -> None:
         for client_id, output in outputs.items():
             stream = self._streams.get(client_id)
             if stream is None:  # its requests outlived it: it left while they were queued
                 self._input_queue.put(ClientGone(client_id))
                 continue
-            stream.put(output, load)
+            stream.put(output, self._load(client_id))
             self._mark(client_id, stream)
 
     def _put_result(self, client_id: bytes, result: Result) -> None:
@@ -252,7 +253,7 @@ class OutputPump(BoundThread):
 
     def _heartbeat(self, client_id: bytes, seen: int, gap: bool = False, attempt: int = 0) -> None:
         if client_id in self._streams:
-            self._send(client_id, encode(Heartbeat(self._epoch, seen, self._load(), gap, attempt)))
+            self._send(client_id, encode(Heartbeat(self._epoch, seen, self._load(client_id), gap, attempt)))
 
     def _flush(self) -> None:
         for client_id in self._dirty:

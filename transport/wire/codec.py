@@ -26,7 +26,7 @@ import numpy as np
 from wavecore.transport.errors import MessageTooLarge, ProtocolError
 from wavecore.transport.wire import messages
 from wavecore.transport.wire.checks import ON_WIRE, bytes16, plain, table, text
-from wavecore.transport.wire.messages import StepTokens, TensorFrame
+from wavecore.transport.wire.messages import Load, StepTokens, TensorFrame
 from wavecore.transport.wire.step_tokens import check_step_tokens
 from wavecore.transport.wire.tensors import DTYPES, MAX_DIMS, TensorReader, byte_length, tensor_frames
 
@@ -236,6 +236,12 @@ def _read_step_tokens(raw: Any, tensors: TensorReader) -> StepTokens:
     return output
 
 
+def _counts(raw: Any) -> list[int]:
+    if type(raw) is not list or len(raw) != len(Load._fields):
+        raise ProtocolError("must be the load of an engine")
+    return [ON_WIRE.whole("", count, 0, MAX_COUNT) for count in raw]
+
+
 def _write_number(value: Any) -> bytes:
     return ON_WIRE.whole("", value, 0, MAX_COUNT).to_bytes(8, "little")
 
@@ -257,7 +263,7 @@ _COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
 # A field means the same in every message that has it.
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("epoch", "client_id"), _scalar(bytes16)),
-    **dict.fromkeys(("sent", "seen", "attempt", "call", "load"), _whole(0, MAX_COUNT)),
+    **dict.fromkeys(("sent", "seen", "attempt", "call"), _whole(0, MAX_COUNT)),
     **dict.fromkeys(("method", "error_code", "error", "code", "message", "phase"), _scalar(text)),
     "gap": _scalar(partial(ON_WIRE.flag, "")),
     **dict.fromkeys(("params", "options", "args", "resolved"), _scalar(table)),
@@ -274,6 +280,7 @@ KINDS: dict[str, Kind] = {
     ),
     "frames": Kind(lambda value, tensors: [_write_tensor(frame, tensors) for frame in value], _read_tensors),
     "output": Kind(_write_step_tokens, _read_step_tokens),
+    "load": Kind(lambda value, _: _counts(list(value)), lambda raw, _: Load(*_counts(raw))),
     "value": _scalar(plain),
 }
 # Message n on the wire is the n-th of the union, from 1. Fields come in the order of the dataclass: new ones last.

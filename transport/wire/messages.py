@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -101,7 +101,8 @@ class Add:
         prompt: int32 [n] token ids.
         params: `SamplingParams.to_wire()`.
         options: sparse extras: priority (int), cache_salt (str), timeout, queue_timeout, first_token_timeout (s),
-            pooling ("mean" or "last"), emitted (int: the last `emitted` ids of prompt are output of a resumed request).
+            data_parallel_rank (int, for which the client chose this engine), pooling ("mean" or "last"),
+            emitted (int: the last `emitted` ids of prompt are output of a resumed request).
         prompt_embeds: float32 or bfloat16 [n, hidden], or None.
     """
 
@@ -191,18 +192,36 @@ class StepTokens:
     frames: tuple[TensorFrame, ...] = ()
 
 
+class Load(NamedTuple):
+    """How busy an engine is, as one client is told, which knows its own requests.
+
+    Attributes:
+        others: tokens of the unfinished requests of other clients: their prompts and the output they may have, of which
+            `SamplingParams.counted_output` counts.
+        waiting: requests, of all clients, that have not started or were preempted.
+        room: tokens of prompts for which slots and KV blocks are free beyond what those need.
+    """
+
+    others: int
+    waiting: int
+    room: int
+
+
+UNTOLD = Load(0, 0, 1 << 62)  # stands in for the load of an engine that has not told it
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """(numbered) Output of one step (or of several, merged) for one client.
 
     Attributes:
-        load: known tokens of all requests of the engine, for balancing.
+        load: see `Load`.
     """
 
     epoch: bytes
     number: int
     output: StepTokens
-    load: int = 0
+    load: Load = UNTOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +243,7 @@ class Heartbeat:
 
     epoch: bytes
     seen: int
-    load: int
+    load: Load
     gap: bool = False
     attempt: int = 0
 

@@ -19,7 +19,7 @@ from wavecore.frontend.client.request import EngineRequest
 from wavecore.transport.errors import EngineDead
 from wavecore.transport.io.connection import Disconnected, EngineEvent, Reconnected
 from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry
-from wavecore.transport.wire.messages import Abort, Add, Ready, Step, StepTokens, TensorFrame, Utility
+from wavecore.transport.wire.messages import UNTOLD, Abort, Add, Load, Ready, Step, StepTokens, TensorFrame, Utility
 from wavecore.transport.wire.tensors import to_numpy
 
 START_SECONDS = 5.0
@@ -94,7 +94,7 @@ class FakePump:
         rows: Sequence[tuple[int, Sequence[int], int]],
         extras: dict[int, dict[str, Any]] | None = None,
         frames: tuple[TensorFrame, ...] = (),
-        load: int = 0,
+        load: Load = UNTOLD,
     ) -> None:
         """rows: (handle, tokens, finish)."""
         output = StepTokens(
@@ -145,6 +145,7 @@ class World:
         monkeypatch.setattr("wavecore.frontend.client.client.deployment", self.deployment)
         monkeypatch.setattr("wavecore.frontend.client.deployment_watch.deployment", self.deployment)
         monkeypatch.setattr("wavecore.frontend.client.client.ClientPump", FakePump)
+        monkeypatch.setattr("wavecore.frontend.client.balance.sample", lambda engines, _: engines)
         self.client = EngineClient("/nowhere", timeout=START_SECONDS)
         pump = self.client._pump
         assert isinstance(pump, FakePump)

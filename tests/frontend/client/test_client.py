@@ -10,12 +10,12 @@ import pytest
 from tests.frontend.client.fake_engine import FakePump, World
 from tests.support.waiting import until
 
-from wavecore.frontend.client import in_flight
+from wavecore.frontend.client import engines
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.transport.errors import EngineDead, NumericalError, Overloaded, RequestError, RequestTimeout, StartError
 from wavecore.transport.io.connection import ClientFailed
 from wavecore.transport.processes.deployment import Cause
-from wavecore.transport.wire.messages import Dead, FinishReason, Result
+from wavecore.transport.wire.messages import Dead, FinishReason, Load, Result
 
 STOP, LENGTH, ERROR = int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ERROR)
 
@@ -377,7 +377,7 @@ def test_call_without_an_answer_ends(world: World) -> None:
 
 
 def test_deadline_when_the_engine_says_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(engines, "GRACE_SECONDS", 0.01)
     mailbox = world.submit(timeout=0.01)
     assert world.notifier.wait(5) is mailbox
     assert isinstance(error_of(mailbox), RequestTimeout)
@@ -403,10 +403,10 @@ def test_load_is_balanced_by_tokens(pair: World) -> None:
     for i in range(256):
         pair.submit([1] * 10, max_tokens=90)
         if i == 100:
-            pair.pump.step(0, [], load=0)
+            pair.pump.step(0, [], load=Load(0, 0, 1000))
     counts = [sum(index == i for index, _ in pair.pump.adds()) for i in (0, 1)]
     assert max(counts) / min(counts) <= 1.1
-    pair.pump.step(0, [], load=10**6)  # somebody else keeps engine 0 busy
+    pair.pump.step(0, [], load=Load(10**6, 0, 1000))  # somebody else keeps engine 0 busy
     for _ in range(10):
         pair.submit()
     assert all(index == 1 for index, _ in pair.pump.adds()[-10:])

@@ -12,11 +12,12 @@ from tests.support.tokenizers_for_tests import byte_level
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client import in_flight
+from wavecore.frontend.client.engines import GRACE_SECONDS, Flight, Stay
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import EngineDead, MessageTooLarge, RequestTimeout, ValidationError, WavecoreError
-from wavecore.transport.wire.messages import Add, FinishReason, Ready
+from wavecore.transport.wire.messages import Add, FinishReason, Load, Ready
 
 LENGTH = int(FinishReason.LENGTH)
 
@@ -65,9 +66,9 @@ def test_the_load_of_an_engine_falls_as_its_requests_end(pair: World) -> None:
     assert [first, second, third] == [0, 1, 0] and loads(pair) == [200, 200]
     pair.pump.step(0, [(one.handle, [5], LENGTH)])
     assert loads(pair) == [100, 200]
-    for flight in list(pair.client._requests._flights.values()):
-        if two.handle in flight.handles:
-            pair.client.abort(flight.mailbox)
+    for sent in list(pair.client._requests._flights.values()):
+        if sent.at and two.handle in sent.at.handles:
+            pair.client.abort(sent.mailbox)
     assert loads(pair) == [100, 100]
     pair.pump.step(0, [(three.handle, [5], 0)])
     pair.kill(0)  # what had a token fails
@@ -80,10 +81,10 @@ def test_the_load_of_an_engine_falls_as_its_requests_end(pair: World) -> None:
 
 def test_reports_count_the_tokens_of_others(pair: World) -> None:
     pair.submit([1] * 10, max_tokens=90)
-    pair.pump.step(0, [], load=150)
+    pair.pump.step(0, [], load=Load(50, 0, 1000))
     assert loads(pair) == [150, 0]
-    pair.pump.step(0, [], load=20)
-    assert loads(pair) == [100, 0]
+    pair.pump.step(0, [], load=Load(20, 0, 1000))
+    assert loads(pair) == [120, 0]
 
 
 def test_engines_of_equal_load_take_turns(pair: World) -> None:
@@ -148,8 +149,8 @@ def test_an_abort_is_for_the_session_that_the_request_was_sent_in(world: World) 
     """In a new one its handles mean nothing, or another request."""
     mailbox = world.submit()
     handle = world.pump.adds()[0][1].handle
-    flight = next(iter(world.client._requests._flights.values()))
-    flight.engine.client_id = b"n" * 16  # type: ignore[union-attr]
+    sent = next(iter(world.client._requests._flights.values()))
+    sent.at.engine.client_id = b"n" * 16  # type: ignore[union-attr]
     world.client.abort(mailbox)
     assert handle not in world.pump.aborted() and world.client.num_live == 0
 
@@ -193,24 +194,24 @@ def test_each_request_that_fails_has_an_error_of_its_own(world: World) -> None:
     assert errors[0] is not errors[1] and str(errors[0]) == str(errors[1])
 
 
-def flight_of(world: World, **options: Any) -> in_flight.Flight:
+def flight_of(world: World, **options: Any) -> Flight:
     params = SamplingParams(temperature=0.0)
     request = EngineRequest("r", None, np.ones(1, np.int32), params, {}, RequestOptions(**options))
     mailbox = Mailbox(request, None, world.notifier, OutputKind.DELTA)
     mailbox.started = 1000.0
-    return in_flight.Flight(mailbox)
+    return Flight(mailbox, [])
 
 
 def test_when_a_client_gives_up_by_itself(world: World) -> None:
     """At an engine the request's own time counts, and some more; while it waits for one, the earliest of its deadlines;
     with tokens, no deadline of a beginning counts."""
-    flight = flight_of(world, timeout=100.0, queue_timeout=10.0, first_token_timeout=20.0)
-    assert flight.deadline == 1010.0
-    flight.engine = world.client._requests._engines[0]
-    assert flight.deadline == 1100.0 + in_flight.GRACE_SECONDS
-    flight.engine = None
-    flight.mailbox.deliver(0, [5], 1001.0, FinishReason.NONE, {}, ())
-    assert flight.deadline == 1100.0
+    waiting = flight_of(world, timeout=100.0, queue_timeout=10.0, first_token_timeout=20.0)
+    assert waiting.deadline == 1010.0
+    waiting.at = Stay(world.client._requests._engines[0], b"", set())
+    assert waiting.deadline == 1100.0 + GRACE_SECONDS
+    waiting.at = None
+    waiting.mailbox.deliver(0, [5], 1001.0, FinishReason.NONE, {}, ())
+    assert waiting.deadline == 1100.0
     assert flight_of(world).deadline == float("inf")
     assert flight_of(world, first_token_timeout=20.0).deadline == 1020.0
 
@@ -218,7 +219,7 @@ def test_when_a_client_gives_up_by_itself(world: World) -> None:
 def test_a_request_whose_time_is_up_is_ended_at_its_engine_and_others_live_on(world: World) -> None:
     late, other = world.submit(timeout=50.0), world.submit(timeout=500.0)
     handle = world.pump.adds()[0][1].handle
-    late.started -= 50.0 + in_flight.GRACE_SECONDS + 1
+    late.started -= 50.0 + GRACE_SECONDS + 1
     world.client._requests.fail_overdue()
     error = output_of(late).error
     assert isinstance(error, RequestTimeout) and "the engine said nothing" in str(error)

@@ -25,7 +25,7 @@ from wavecore.transport.io.client_stream import ClientLimits
 from wavecore.transport.io.input_pump import InputPump
 from wavecore.transport.io.io_thread import IoThreadFailed
 from wavecore.transport.io.output_pump import ClientGone, OutputPump
-from wavecore.transport.wire.messages import Abort, Add, FinishReason, StepTokens, Utility
+from wavecore.transport.wire.messages import Abort, Add, FinishReason, Load, StepTokens, Utility
 from wavecore.transport.wire.step_tokens import finish_rows
 from wavecore.transport.wire.tensors import from_numpy
 
@@ -70,7 +70,7 @@ class FakeEngine:
             output_address,
             epoch=self.epoch,
             resolved={"model": "fake"},
-            load=lambda: len(self.open),
+            load=lambda client: Load(len(self.open), 0, 0),
             input_queue=self.queue,
             curve=curve,
             limits=limits,
@@ -159,7 +159,7 @@ class FakeEngine:
             outputs.setdefault(client, []).append(
                 (handle, tokens, FinishReason.LENGTH if ended else 0, payload(handle, sent, frame) if frame else None)
             )
-        self.output.put({client: _step_tokens(rows) for client, rows in outputs.items()}, len(self.open))
+        self.output.put({client: _step_tokens(rows) for client, rows in outputs.items()})
 
 
 def _step_tokens(rows: list[Any]) -> StepTokens:

@@ -51,7 +51,7 @@ def test_heartbeats_carry_the_load(make_engine: Any, make_client: Any) -> None:
     client.connect(engine.addresses)
     handle = client.add(count=1000)
     client.wait_for(
-        lambda: any(isinstance(event, Heartbeat) and event.load == 1 for event in client.events), "a heartbeat"
+        lambda: any(isinstance(event, Heartbeat) and event.load == (1, 0, 0) for event in client.events), "a heartbeat"
     )
     client.abort(handle)
 

@@ -204,7 +204,8 @@ def deep(levels: int) -> Any:
         m.Ping(EPOCH, -1),
         m.Ping(EPOCH, True),
         m.Dead(EPOCH, "\ud800", "", ""),
-        m.Heartbeat(EPOCH, 0, -1),
+        m.Heartbeat(EPOCH, 0, m.Load(0, 0, -1)),
+        m.Heartbeat(EPOCH, 0, (1, 2)),  # type: ignore[arg-type]
         m.Utility(EPOCH, CLIENT, 1, 1, "m", {"x": object()}),
         m.Utility(EPOCH, CLIENT, 1, 1, "m", {"x": np.float32(1)}),
         m.Utility(EPOCH, CLIENT, 1, 1, "m", {"x": 1 << 64}),

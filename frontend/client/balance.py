@@ -20,7 +20,7 @@ from wavecore.frontend.client.request import EngineRequest
 
 FIRST_PREFIX, LAST_PREFIX = 64, 16384  # tokens; a prompt is remembered at these lengths and the powers of two between
 MAX_PREFIXES = 1 << 13
-CACHED_WORTH = 4
+CACHED_WORTH = 8
 """An engine may have so many more tokens to do than another for each token of a prompt that it has cached. More than 1,
 as those that run share its steps, and most end before they write all that they are counted for."""
 

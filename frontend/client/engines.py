@@ -27,7 +27,7 @@ class EngineState(Enum):
     DOWN = "down"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RemoteEngine:
     """One engine, as far as its client knows. Owned by `EngineClient` and written in the IO thread.
 

@@ -102,20 +102,21 @@ class InFlight:
             self.abort(mailbox)
 
     def report(self, engine: RemoteEngine, load: Load) -> None:
-        """Take in how busy an engine is, and move requests that wait there to engines that could start them at once.
+        """Take in how busy an engine is, and move requests that wait there to engines where none of this client's do.
 
         A request that moves has no token yet, and what its first engine may still say of it is dropped. Each move
         lowers the larger of two loads, so none goes back and forth.
         """
         engine.report(load)
-        most = min(load.waiting, MAX_MOVES) if len(self._engines) > 1 else 0
+        free = [other for other in self._engines if not other.unstarted]
+        most = min(load.waiting, MAX_MOVES) if free else 0
         for flight in [self._flights[mailbox] for mailbox in islice(reversed(engine.unstarted), most)]:
             request, left = flight.mailbox.request, flight.at
             pinned = request.options.data_parallel_rank is not None
             if left is None or flight.left or flight.mailbox.has_tokens or pinned:
                 continue
             target = self._balance.choose(flight)
-            if target is None or len(request.prompt) > target.room or target.load + request.size >= engine.load:
+            if target not in free or len(request.prompt) > target.room or target.load + request.size >= engine.load:
                 break
             with suppress(WavecoreError):  # a request that is refused there stays here
                 self._send(flight, target)

@@ -7,8 +7,9 @@ import logging
 import re
 
 import pytest
-from tests.support.scheduler_driver import SchedulerDriver
+from tests.support.scheduler_driver import CLIENT, SchedulerDriver
 
+from wavecore.engine_core.api.sampling_params import COUNTED_OUTPUT
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.loop import stats
 from wavecore.transport.errors import ValidationError
@@ -127,7 +128,23 @@ def test_log_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 
 
 def test_load() -> None:
-    """A client is told what others have, and what there is room for."""
+    """A client is told what others have, whatever becomes of it, how many wait, and what there is room for."""
+    driver = busy(block_size=16, num_gpu_blocks_override=11, max_num_seqs=3, watermark=0.0)
+    us, them = CLIENT, b"t" * 16
+    mine = (40 + 2 * 9) + (5 + 9) + (6 + 9)
+    assert driver.core.requests.load(them).others == mine and driver.core.requests.load(us).others == 0
+    assert driver.core.requests.load(us) == (0, 1, 0)  # the second choice waits for no slot but the last
+    driver.add(9, [3] * 20, client=them, max_tokens=None)
+    assert driver.core.requests.load(us)[:2] == (20 + COUNTED_OUTPUT, 2)
+    driver.core.abort(us, [1, 2])
+    driver.step()
+    assert driver.core.requests.load(them).others == (40 + 9) + (6 + 9)
+    driver.core.abort(us, [0, 3])
+    driver.step()
+    assert driver.core.requests.load(them) == (0, 0, (10 - 2) * 16)
+    driver.core.abort(them, [9])
+    driver.run()
+    assert driver.core.requests.load(us) == (0, 0, 10 * 16) and not driver.core.requests.sizes
 
 
 def test_statistics_are_logged_at_any_log_level(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from wavecore.transport.wire.messages import UNTOLD, Abort, Add, Load, Ready, St
 from wavecore.transport.wire.tensors import to_numpy
 
 START_SECONDS = 5.0
-RESOLVED = {"max_model_len": 100, "vocab_size": 50}
+RESOLVED = {"max_model_len": 100, "vocab_size": 50, "enable_prefix_caching": True}
 
 
 class FakePump:
@@ -159,10 +159,11 @@ class World:
         resume: bool = False,
         timeout: float | None = None,
         queue_timeout: float | None = None,
+        rank: int | None = None,
         **params: Any,
     ) -> Mailbox:
         values = SamplingParams(**{"temperature": 0.0, **params})
-        options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout)
+        options = RequestOptions(timeout=timeout, queue_timeout=queue_timeout, data_parallel_rank=rank)
         ids = np.array(prompt, np.int32)
         request = EngineRequest("r", None, ids, values, values.to_wire(), options, resume=resume)
         mailbox = Mailbox(request, None, self.notifier, kind)

@@ -74,8 +74,8 @@ def _check_queue(requests: Requests, everyone: list[Request]) -> None:
     assert len(queued) == len(requests.waiting), "length of the queue is wrong"
     assert waiting == {id(request) for request in queued}, "waiting requests and the queue differ"
     assert sum(len(request.tokens) for request in queued) == requests.waiting.num_tokens, "queued tokens are wrong"
-    sizes = Counter({client: sum(r.size for r in mine.values()) for client, mine in requests.by_client.items()})
-    assert requests.sizes == sizes and requests.size == sizes.total(), "the load is wrong"
+    sizes = {client: sum(request.size for request in mine.values()) for client, mine in requests.by_client.items()}
+    assert requests.sizes == sizes and requests.size == sum(sizes.values()), "the load is wrong"
     forking = sum(request.state is State.FORKING for request in everyone)
     assert sum(len(request.forks) for request in everyone) == forking, "a further choice is lost"
     assert {id(request) for request, _ in requests.timers} <= {id(request) for request in everyone}, "a timer is left"

@@ -36,15 +36,14 @@ class Balance:
     def choose(self, flight: Flight) -> RemoteEngine | None:
         """The engine for a request; of equals, the one whose turn is longest ago. None: none is up that may take it."""
         request, worth = flight.mailbox.request, dict[int, int]()
-        rank = request.options.data_parallel_rank
         for level, prefix in enumerate(flight.prefixes):
             worth |= dict.fromkeys(self._holders.get(prefix, ()), CACHED_WORTH * (FIRST_PREFIX << level))
 
         def price(engine: RemoteEngine) -> tuple[bool, int, int]:
             return len(request.prompt) > engine.room, engine.load - worth.get(engine.index, 0), engine.turn
 
-        up = [engine for engine in self._engines if engine.state is EngineState.UP and rank in (None, engine.index)]
-        return min(up, key=price, default=None)
+        may = [e for e in self._engines if request.options.data_parallel_rank in (None, e.index)]
+        return min((engine for engine in may if engine.state is EngineState.UP), key=price, default=None)
 
     def prefixes(self, request: EngineRequest) -> list[int]:
         """Names of a prompt's first 64, 128, 256 ... tokens with its cache salt, of which two that clash do no harm.

@@ -156,12 +156,12 @@ class InFlight:
 
         for flight in self._flights.values():
             here, before = is_lost(flight.at), is_lost(flight.left)
-            if not here and not before:
-                continue
-            if here:
-                self._detach(flight)
             if before:
                 self._leave(flight)
+            if here:
+                self._detach(flight)
+            elif not before:
+                continue
             mailbox = flight.mailbox
             if flight.lost_by is None and (not here or _can_resume(mailbox) or not mailbox.has_tokens):
                 flight.lost_by = error
@@ -253,19 +253,17 @@ class InFlight:
 
     def _detach(self, flight: Flight) -> None:
         if flight.at is not None:
-            self._drop_rows(flight.at)
+            for handle in flight.at.handles:
+                del self._rows[handle]
             flight.at.engine.ended(flight.mailbox)
             flight.at = None
 
     def _leave(self, flight: Flight) -> None:
         """The engine that it was moved away from has ended it, or is over."""
         if flight.left is not None:
-            self._drop_rows(flight.left)
+            for handle in flight.left.handles:
+                del self._rows[handle]
             flight.left = None
-
-    def _drop_rows(self, stay: Stay) -> None:
-        for handle in stay.handles:
-            del self._rows[handle]
 
     def _end_choice(self, flight: Flight, stay: Stay, handle: int) -> None:
         stay.handles.discard(handle)

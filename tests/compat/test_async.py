@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from wavecore import EngineDead, NotSupportedError
+from wavecore import EngineDead, NotSupportedError, ValidationError
 from wavecore.vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 from wavecore.vllm.sampling_params import RequestOutputKind
 from wavecore.vllm.usage.usage_lib import UsageContext
@@ -56,6 +56,12 @@ async def test_arguments_of_servers_that_ask_for_nothing(llm: AsyncLLM) -> None:
     stream = llm.generate({"prompt_token_ids": PROMPT}, greedy(), "1", prompt_text="shown", priority=0, **nothing)
     [*_, output] = [output async for output in stream]
     assert (output.prompt, output.request_id, output.finished) == ("shown", "1", True)
+
+
+async def test_a_rank_chooses_the_engine(llm: AsyncLLM) -> None:
+    assert await collect(llm.generate(PROMPT, greedy(), "1", data_parallel_rank=0))
+    with pytest.raises(ValidationError, match="data_parallel_rank: 1, but there are 1 engines"):
+        await collect(llm.generate(PROMPT, greedy(), "1", data_parallel_rank=1))
 
 
 @pytest.mark.parametrize("name", ["lora_request", "kv_hints", "session_id"])

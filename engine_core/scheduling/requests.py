@@ -85,10 +85,10 @@ class Requests:
 
     def load(self, client: bytes) -> Load:
         """What a client is told for balancing. Called by other threads, so it changes nothing."""
-        others = max(0, self.size - self.sizes.get(client, 0))  # the two may be of different moments
-        blocks, queued = self.kv.device.num_free - self.kv.watermark, len(self.waiting)
-        room = blocks * self.kv.block_size - self.waiting.num_tokens if queued < len(self.slots.free) else 0
-        return Load(others, queued, max(0, room))
+        others, waiting = self.size - self.sizes.get(client, 0), len(self.waiting)
+        room = (self.kv.device.num_free - self.kv.watermark) * self.kv.block_size - self.waiting.num_tokens
+        # At least 0: the numbers may be of different moments.
+        return Load(max(0, others), waiting, max(0, room) if waiting < len(self.slots.free) else 0)
 
     def all(self) -> list[Request]:
         return [request for mine in self.by_client.values() for request in mine.values()]

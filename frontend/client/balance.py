@@ -10,7 +10,6 @@ client remembers a bounded number of the prompts' starts, the last used ones, an
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from random import sample
@@ -31,7 +30,6 @@ class Balance:
     def __init__(self, engines: Sequence[RemoteEngine]) -> None:
         self._engines = sample(engines, len(engines))  # clients that know nothing yet begin at different ones
         self._holders: OrderedDict[int, set[int]] = OrderedDict()  # prefix -> engines that were sent it
-        self._turns = itertools.count(1)
 
     def choose(self, flight: Flight) -> RemoteEngine | None:
         """The engine for a request; of equals, the one whose turn is longest ago. None: none is up that may take it."""
@@ -59,7 +57,7 @@ class Balance:
 
     def sent(self, flight: Flight, engine: RemoteEngine) -> None:
         """Count a request that was sent to an engine."""
-        engine.turn = next(self._turns)
+        engine.turn = 1 + max(other.turn for other in self._engines)
         engine.own_tokens += flight.mailbox.request.size
         engine.room -= len(flight.mailbox.request.prompt)
         engine.unstarted[flight.mailbox] = None

@@ -168,7 +168,7 @@ def test_bad_pieces_cost_their_sender_that_message(hostile: Any) -> None:
     stranger = m.Add(raw.epoch, b"stranger 16bytes", 0, 1, prompt, {})
     number = in_pieces(raw, 1, encode(stranger))
     number = in_pieces(raw, number, encode(m.Hello()))
-    number = in_pieces(raw, number, [b"\x93\x02\x01", b"rubbish"])
+    number = in_pieces(raw, number, [bytes((0x93, m.PROTOCOL_VERSION, 1)), b"rubbish"])
     main, pack = encode(m.Add(raw.epoch, raw.client_id, 0, 70, prompt, {}))
     number = in_pieces(raw, number, [main, pack[:-4]])
     assert raw.wait(m.Step).output.handles.tolist() == [70]

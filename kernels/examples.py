@@ -184,6 +184,14 @@ def _sample(like: Tensor) -> Args:
     return _randn((6, vocab), like) * 3, rows
 
 
+def _moe(like: Tensor) -> Args:
+    experts, hidden, inner = 5, 48, 40
+    kv_slots = torch.tensor([3, 0, -1, 7, 9, 11, -1], dtype=torch.int32, device=like.device)
+    x, scores = _randn((7, hidden), like), _randn((7, experts), like)
+    gate_up, down = _randn((experts * 2 * inner, hidden), like), _randn((experts * hidden, inner), like)
+    return x, scores, gate_up / hidden**0.5, down / inner**0.5, kv_slots, 2, True
+
+
 def _copies(like: Tensor) -> Args:
     pairs = torch.tensor([[1, 2], [4, 3]], dtype=torch.int32, device=like.device)
     return make_kv_cache(5, 2, 2, 4, 64, like), pairs
@@ -202,6 +210,7 @@ EXAMPLES: dict[str, Callable[[Tensor], Args]] = {
     "paged_attention": _attention,
     "silu_mul": _gate_up,
     "gelu_tanh_mul": _gate_up,
+    "moe": _moe,
     "sample": _sample,
     "copy_blocks": _copies,
 }

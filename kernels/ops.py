@@ -13,6 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from torch import Tensor
 
 from wavecore.kernels.reference import attention, layers, sampling
+from wavecore.kernels.reference import moe as moe_twin
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,6 +64,7 @@ qk_norm_rope_kv_write = Operation(layers.qk_norm_rope_kv_write, "kv_write")
 paged_attention = Operation(attention.paged_attention, "attention.paged")
 silu_mul = Operation(layers.silu_mul, "activation")
 gelu_tanh_mul = Operation(layers.gelu_tanh_mul, "activation")
+moe = Operation(moe_twin.moe, "moe.experts")
 sample = Operation(sampling.sample, "sampling.sample")
 copy_blocks = Operation(layers.copy_blocks, "copies")
 

@@ -60,7 +60,7 @@ TIERS = {
         ("ops",),
         ("check",),
         ("examples",),
-        ("attention", "sampling", "activation", "copies", "kv_write", "norm", "prepare"),
+        ("attention", "moe", "sampling", "activation", "copies", "kv_write", "norm", "prepare"),
         ("reference",),
         ("batch", "device"),
     ),

@@ -6,6 +6,7 @@
     logits = norm(x + r) Wlm_head                      for the rows that sample
 
 The residual r is added inside the norm, so a layer has two fused norms, four matrix products and three other kernels.
+In a mixture of experts the MLP is a router's product and `ops.moe`, and perhaps an expert that all tokens share.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Layer:
     qkv: Tensor
     o: Tensor
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -47,6 +48,10 @@ class Layer:
     k_norm: Tensor | None = None
     post_attn_norm: Tensor | None = None
     post_mlp_norm: Tensor | None = None
+    router: Tensor | None = None
+    experts_gate_up: Tensor | None = None
+    experts_down: Tensor | None = None
+    shared_gate: Tensor | None = None
 
 
 class Decoder:
@@ -99,7 +104,6 @@ class Decoder:
         """
         spec, eps, offset = self.spec, self.spec.rms_norm_eps, self.spec.norm_offset
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        activation = ops.gelu_tanh_mul if spec.gelu else ops.silu_mul
         residual: Tensor | None = None
         for i, layer in enumerate(self.layers):
             x, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps, offset)
@@ -115,12 +119,31 @@ class Decoder:
             if layer.post_attn_norm is not None:
                 x, _ = ops.add_rms_norm(x, None, layer.post_attn_norm, eps, offset)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps, offset)
-            x = activation(linear(x, layer.gate_up, layer.gate_up_bias))
-            x = reduced_linear(x, layer.down, layer.down_bias, self.group)
+            x = self._mlp(layer, x) if layer.router is None else self._experts(layer, x, batch)
             if layer.post_mlp_norm is not None:
                 x, _ = ops.add_rms_norm(x, None, layer.post_mlp_norm, eps, offset)
         assert residual is not None
         return x, residual
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        inner, down = self._inner(layer, x)
+        return reduced_linear(inner, down, layer.down_bias, self.group)
+
+    def _inner(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, inner width], and what it is to be multiplied with."""
+        assert layer.gate_up is not None and layer.down is not None
+        activation = ops.gelu_tanh_mul if self.spec.gelu else ops.silu_mul
+        return activation(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down
+
+    def _experts(self, layer: Layer, x: Tensor, batch: Batch) -> Tensor:
+        """A mixture of experts; padding goes to none."""
+        gate_up, down, spec = layer.experts_gate_up, layer.experts_down, self.spec
+        assert layer.router is not None and gate_up is not None and down is not None
+        scores = linear(x, layer.router)
+        out = ops.moe(x, scores, gate_up, down, batch.kv_slots, spec.experts_per_token, spec.norm_experts)
+        if layer.shared_gate is not None:
+            out += linear(x, layer.shared_gate).sigmoid_() * linear(*self._inner(layer, x))
+        return self.group.all_reduce(out)
 
     def sums(self, num_tokens: int) -> list[Collective]:
         """What `embed` and `forward` of so many tokens do with the other ranks."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wavecore.engine_core.models.spec import MAX_LAYERS, Fields, ModelSpec, Rope, checked
+from wavecore.engine_core.models.spec import MAX_EXPERTS, MAX_LAYERS, Fields, ModelSpec, Rope, checked
 from wavecore.transport.errors import ModelError, NotSupportedError
 from wavecore.transport.wire.checks import shown
 
@@ -25,15 +25,19 @@ class Family:
         fields: what it reads of config.json, and what transformers takes where a file leaves it out. Other fields of a
             file are passed over, as transformers does.
         full_every: of each so many layers the last has no sliding window, where config.json does not say it.
+        slides_first: every other layer has the window, up to max_window_layers, and not all layers from there on.
         fused: q, k, v and gate, up are already one tensor each in the files.
+        experts: what the names of experts' tensors are called in `tensor_names.json`, behind "experts" and "routers".
     """
 
     fields: Mapping[str, Any]
     full_every: int = MAX_LAYERS + 1
+    slides_first: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
     gemma: bool = False
     fused: bool = False
+    experts: str = ""
 
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
@@ -82,7 +86,7 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
             ropes=ropes,
             rope_of_layer=tuple(int(sliding and len(ropes) > 1) for sliding in slides),
             scale=scalar**-0.5,
-            qkv_bias=family.qkv_bias or bias,
+            qkv_bias=family.qkv_bias or bias or bool(read.values.get("qkv_bias")),
             o_bias=bias,
             mlp_bias=bool(read.values.get("mlp_bias")),
             qk_norm=family.qk_norm,
@@ -93,6 +97,7 @@ def from_config(config: Mapping[str, Any], path: Path) -> ModelSpec:
             attn_soft_cap=read.real("attn_logit_softcapping", 0.0),
             final_soft_cap=read.real("final_logit_softcapping", 0.0),
             dtype=str(read.values["dtype"] or read.values["torch_dtype"] or "float32"),
+            **_experts(read, layers),
         ),
         path,
     )
@@ -113,6 +118,25 @@ def _family(config: Mapping[str, Any], path: Path) -> tuple[str, Family]:
     return name, FAMILIES[name]
 
 
+def _experts(read: Fields, layers: int) -> dict[str, Any]:
+    """The fields of a spec that tell of experts; none where the family has none."""
+    if "num_experts_per_tok" not in read.values:
+        return {}
+    only = read.values.get("mlp_only_layers") or []
+    if not isinstance(only, list):
+        raise ModelError(f"{read.path}: mlp_only_layers must be a list, not {shown(only)}")
+    count = read.whole("num_local_experts", read.whole("num_experts", 0, low=0), low=0, high=MAX_EXPERTS)
+    every = read.whole("decoder_sparse_step", 1)
+    return {
+        "moe_layers": frozenset(i for i in range(layers) if count and i not in only and (i + 1) % every == 0),
+        "num_experts": count,
+        "experts_per_token": read.whole("num_experts_per_tok") if count else 0,
+        "expert_size": read.whole("moe_intermediate_size", read.whole("intermediate_size")),
+        "shared_size": read.whole("shared_expert_intermediate_size", 0, low=0),
+        "norm_experts": bool(read.values["norm_topk_prob"]),
+    }
+
+
 def _gelu(read: Fields, field: str) -> bool:
     """Whether the activation is GELU's approximation by tanh, not SiLU."""
     activation = read.values[field]
@@ -129,6 +153,8 @@ def _sliding_layers(read: Fields, family: Family, layers: int) -> list[bool]:
             raise ModelError(f"{read.path}: layer_types must name full_attention or sliding_attention for each layer")
         return [kind == "sliding_attention" for kind in given]
     first, every = read.whole("max_window_layers", 0, low=0), read.whole("sliding_window_pattern", family.full_every)
+    if family.slides_first:
+        return [i < first and i % 2 == 0 for i in range(layers)]
     return [i >= first and (i + 1) % every != 0 for i in range(layers)]
 
 

@@ -39,10 +39,11 @@ class Shard:
     def __post_init__(self) -> None:
         if not _divides(self.whole, self.size):
             spec = self.whole
+            widths = [n for n in (spec.intermediate_size, spec.expert_size, spec.shared_size) if n]
             sizes = ", ".join(str(n) for n in range(1, spec.num_heads + 1) if _divides(spec, n))
             raise ConfigError(
                 f"tensor_parallel_size {self.size}: {spec.num_heads} heads, {spec.num_kv_heads} KV heads and the "
-                f"intermediate size {spec.intermediate_size} do not divide so; sizes that work: {sizes}"
+                f"MLP's width {' and '.join(map(str, widths))} do not divide so; sizes that work: {sizes}"
             )
 
     @cached_property
@@ -54,6 +55,8 @@ class Shard:
             num_heads=spec.num_heads // self.size,
             num_kv_heads=max(1, spec.num_kv_heads // self.size),
             intermediate_size=spec.intermediate_size // self.size,
+            expert_size=spec.expert_size // self.size,
+            shared_size=spec.shared_size // self.size,
             num_shards=self.size,
         )
 
@@ -67,13 +70,14 @@ class Shard:
         kind = name.removesuffix("_bias")
         if kind == "qkv":
             return self._qkv()
-        if kind == "gate_up":
-            width, own = self.whole.intermediate_size, self.spec.intermediate_size
+        if kind in ("gate_up", "experts_gate_up"):
+            pairs = self.whole.num_experts if kind == "experts_gate_up" else 1
+            width, own = (s.shapes()[param][0] // (2 * pairs) for s in (self.whole, self.spec))
             first = self.rank * own
-            return [Cut(first, first + own), Cut(width + first, width + first + own, own)]
-        if name in ("o", "down"):
-            own = self.spec.shapes()[param][1]
-            return [Cut(0, self.whole.hidden_size, columns=slice(self.rank * own, (self.rank + 1) * own))]
+            return [Cut(i * width + first, i * width + first + own, i * own) for i in range(2 * pairs)]
+        if name in ("o", "down", "experts_down"):
+            rows, own = self.spec.shapes()[param]
+            return [Cut(0, rows, columns=slice(self.rank * own, (self.rank + 1) * own))]
         if name in ("embed", "lm_head"):
             own, vocab = self.spec.shapes()[name][0], self.whole.vocab_size
             return [Cut(min(self.rank * own, vocab), min((self.rank + 1) * own, vocab))]
@@ -93,5 +97,5 @@ class Shard:
 
 
 def _divides(spec: ModelSpec, size: int) -> bool:
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    return not (heads % size or spec.intermediate_size % size or (kv_heads % size and size % kv_heads))
+    widths = spec.num_heads, spec.intermediate_size, spec.expert_size, spec.shared_size
+    return not (any(n % size for n in widths) or (spec.num_kv_heads % size and size % spec.num_kv_heads))

@@ -6,6 +6,9 @@ lm_head             [vocab, hidden]                         unless tied to embed
 norm                [hidden]                                always
 layers.N.*          input_norm, qkv(_bias), q_norm, k_norm, o(_bias), post_attn_norm,
                     mlp_norm, gate_up(_bias), down(_bias), post_mlp_norm
+... of experts      router [experts, hidden], experts_gate_up [experts * 2 * expert_size, hidden],
+                    experts_down [experts * hidden, expert_size]; with a shared expert shared_gate [1, hidden], and
+                    gate_up and down are the shared expert's
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from wavecore.transport.errors import ModelError
 from wavecore.transport.wire.checks import Checker
 
 MAX_LAYERS = 1 << 12
+MAX_EXPERTS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,9 @@ class ModelSpec:
         norm_offset: added to every norm weight (Gemma stores weight - 1).
         post_norms: norms after attention and after the MLP as well (Gemma).
         scale: factor of the attention scores.
+        moe_layers: the layers whose MLP is a mixture of `num_experts` experts of inner width `expert_size`, of which a
+            token goes to `experts_per_token`; their weights add up to 1 where `norm_experts`. A shared expert of inner
+            width `shared_size` sees every token, if that is above 0.
         num_shards: ranks that share the rows of the vocabulary. Of a rank's share of a model (`shard.Shard`), heads and
             intermediate_size are the rank's own; vocab_size is always the model's.
     """
@@ -87,6 +94,12 @@ class ModelSpec:
     attn_soft_cap: float = 0.0
     final_soft_cap: float = 0.0
     dtype: str = "float32"
+    moe_layers: frozenset[int] = frozenset()
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    shared_size: int = 0
+    norm_experts: bool = False
     num_shards: int = 1
 
     @property
@@ -115,21 +128,38 @@ class ModelSpec:
             "qkv": (self.qkv_rows, hidden),
             "o": (hidden, heads),
             "mlp_norm": (hidden,),
-            "gate_up": (2 * self.intermediate_size, hidden),
-            "down": (hidden, self.intermediate_size),
         }
         if self.qkv_bias:
             layer["qkv_bias"] = (self.qkv_rows,)
         if self.o_bias:
             layer["o_bias"] = (hidden,)
-        if self.mlp_bias:
-            layer |= {"gate_up_bias": (2 * self.intermediate_size,), "down_bias": (hidden,)}
         if self.qk_norm:
             layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
         if self.post_norms:
             layer |= {"post_attn_norm": (hidden,), "post_mlp_norm": (hidden,)}
         for i in range(self.num_layers):
-            shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in (layer | self._mlp(i)).items()}
+        return shapes
+
+    def mlp_size(self, layer: int) -> int:
+        """The inner width of a layer's MLP, or of its shared expert; 0 without one."""
+        return self.shared_size if layer in self.moe_layers else self.intermediate_size
+
+    def _mlp(self, layer: int) -> dict[str, tuple[int, ...]]:
+        hidden, size, shapes = self.hidden_size, self.mlp_size(layer), dict[str, tuple[int, ...]]()
+        if size:
+            shapes |= {"gate_up": (2 * size, hidden), "down": (hidden, size)}
+        if self.mlp_bias:
+            shapes |= {"gate_up_bias": (2 * size,), "down_bias": (hidden,)}
+        if layer in self.moe_layers:
+            experts, inner = self.num_experts, self.expert_size
+            shapes |= {
+                "router": (experts, hidden),
+                "experts_gate_up": (experts * 2 * inner, hidden),
+                "experts_down": (experts * hidden, inner),
+            }
+            if size:
+                shapes["shared_gate"] = (1, hidden)
         return shapes
 
 
@@ -159,6 +189,8 @@ def checked(spec: ModelSpec, path: Path) -> ModelSpec:
     """Refuse sizes that contradict each other before anything is allocated by them."""
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(f"{path}: {spec.num_heads} heads do not divide into {spec.num_kv_heads} KV heads")
+    if spec.experts_per_token > spec.num_experts:
+        raise ModelError(f"{path}: a token goes to {spec.experts_per_token} of {spec.num_experts} experts")
     if spec.head_dim % 2 or any(rope.dim % 2 or not 0 < rope.dim <= spec.head_dim for rope in spec.ropes):
         raise ModelError(f"{path}: head_dim {spec.head_dim} and its rotated part must be even")
     return spec

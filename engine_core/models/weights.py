@@ -156,18 +156,22 @@ def parts_of(spec: ModelSpec, form: str) -> dict[str, Part]:
         form: "hf" or "gguf", whose names for the parameters stand in `tensor_names.json`. A linear parameter has
             several where it is fused of them.
     """
-    table, shapes = TENSOR_NAMES[form], spec.shapes()
+    table, shapes, family = TENSOR_NAMES[form], spec.shapes(), FAMILIES[spec.architecture]
     norms = {**table["norms"], **(table["norms around"] if spec.post_norms else {})}
-    linears = {**table["linears"], **(table["fused"] if FAMILIES[spec.architecture].fused else {})}
+    linears = {**table["linears"], **(table["fused"] if family.fused else {})}
     found = {name: Part(param, 0, shapes[param]) for param, name in table["outer"].items() if param in shapes}
     kv = spec.num_kv_heads * spec.head_dim
-    cuts = {"qkv": (spec.num_heads * spec.head_dim, kv, kv), "gate_up": (spec.intermediate_size,) * 2}
     for i in range(spec.num_layers):
         layer, own = table["layer"].format(i), f"layers.{i}."
-        for param, name in norms.items():
+        cuts = {"qkv": (spec.num_heads * spec.head_dim, kv, kv), "gate_up": (spec.mlp_size(i),) * 2}
+        plain, fused = norms, linears
+        if i in spec.moe_layers:
+            plain, fused = norms | table[f"routers{family.experts}"], linears | table["shared expert"]
+            found |= _experts(spec, table[f"experts{family.experts}"], layer, own)
+        for param, name in plain.items():
             if own + param in shapes:
                 found[f"{layer}{name}.weight"] = Part(own + param, 0, shapes[own + param])
-        for param, names in linears.items():
+        for param, names in fused.items():
             for kind, suffix in (("", ".weight"), ("_bias", ".bias")):
                 shape = shapes.get(f"{own}{param}{kind}")
                 if shape is None:
@@ -176,4 +180,20 @@ def parts_of(spec: ModelSpec, form: str) -> dict[str, Part]:
                 for at, name in enumerate(names):
                     part = Part(f"{own}{param}{kind}", sum(rows[:at]), (rows[at], *shape[1:]))
                     found[f"{layer}{name}{suffix}"] = part
+    return found
+
+
+def _experts(spec: ModelSpec, names: Mapping[str, Any], layer: str, own: str) -> dict[str, Part]:
+    """The tensors of a layer's experts, which lie one behind the other in two parameters."""
+    shapes = {
+        "experts_gate_up": (spec.expert_size, spec.hidden_size),
+        "experts_down": (spec.hidden_size, spec.expert_size),
+    }
+    found: dict[str, Part] = {}
+    for expert in range(spec.num_experts):
+        prefix = layer + names["layer"].format(expert)
+        for param, shape in shapes.items():
+            for at, name in enumerate(names[param]):
+                row = (expert * len(names[param]) + at) * shape[0]
+                found[f"{prefix}{name}.weight"] = Part(own + param, row, shape)
     return found

@@ -24,12 +24,15 @@ from wavecore.engine_core.execution.step_shape import Buckets
 from wavecore.engine_core.models import decoder
 from wavecore.engine_core.startup.warm_up import warm_up
 from wavecore.kernels import ops
+from wavecore.parallel import layers
 
 ROWS, TOKENS = 40, 2304
 
 
 def main(folder: Path) -> None:
-    model = save_model(folder, make_config("Llama", head_dim=128, max_position_embeddings=2400))
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+    shared = {"shared_expert_intermediate_size": 40, "use_sliding_window": False}
+    model = save_model(folder, make_config("Qwen2Moe", head_dim=128, max_position_embeddings=2400, **experts, **shared))
     limits: dict[str, Any] = {"max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS}
     runner: Any = load(model, dtype="bfloat16", block_size=16, **limits)
     count_only(90)
@@ -37,7 +40,7 @@ def main(folder: Path) -> None:
     triton.knobs.runtime.jit_post_compile_hook = lambda *_args, **details: compiled.append(details["fn"].name)
     for operation in ops.OPERATIONS.values():
         operation.replace(operation.kernel)
-    decoder.linear = lambda x, weight, _bias=None: x.new_zeros(len(x), len(weight))
+    layers.linear = decoder.linear = lambda x, weight, _bias=None: x.new_zeros(len(x), len(weight))
     torch.empty = torch.zeros  # type: ignore[assignment]
     runner.buckets = Buckets(TOKENS, ROWS)
     warm_up(runner, EngineConfig(model=str(model), device="cpu", **limits))

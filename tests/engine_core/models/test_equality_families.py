@@ -70,6 +70,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama that is told of windows": ("Llama", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}),
     "mistral that is told of biases": ("Mistral", {"sliding_window": 10, "attention_bias": True}),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "qwen2 moe, some layers dense": (
+        "Qwen2Moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [2],
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {"num_local_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "phi3": ("Phi3", {"sliding_window": 20, "hidden_size": 384, "head_dim": None}),
     "phi3 partial rotary": ("Phi3", {"hidden_size": 384, "head_dim": None, "partial_rotary_factor": 0.5}),
     "phi3 long rope": (

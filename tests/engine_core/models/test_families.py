@@ -41,6 +41,15 @@ FULL: dict[str, Any] = {
     "rope_local_base_freq": 20_000.0,
     "original_max_position_embeddings": 320,
     "partial_rotary_factor": 0.5,
+    "qkv_bias": False,
+    "num_experts": 12,
+    "num_local_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 56,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
 }
 UNREAD = {"dtype", "torch_dtype", "rope_scaling", "rope_parameters", "layer_types", "hidden_act", "hidden_activation"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -61,7 +70,8 @@ def reference(name: str, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     family = name.removesuffix("ForCausalLM")
     prefix = "Gemma3Text" if family == "Gemma3" else family
     config = getattr(transformers, f"{prefix}Config").from_dict(deepcopy(values))
-    module = importlib.import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
+    file = family.lower().replace("moe", "_moe")
+    module = importlib.import_module(f"transformers.models.{file}.modeling_{file}")
     return config, getattr(module, f"{family}RotaryEmbedding")(config)
 
 
@@ -73,6 +83,16 @@ def assert_same_table(rope: Rope, rotary: Any, layer_type: str | None, length: i
     assert cos.shape[-1] == rope.dim
     torch.testing.assert_close(ours[:, :half], cos[0, :, :half], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(ours[:, half:], sin[0, :, :half], atol=1e-6, rtol=1e-5)
+
+
+def assert_same_experts(spec: ModelSpec, config: Any) -> None:
+    dense, every = getattr(config, "mlp_only_layers", ()), getattr(config, "decoder_sparse_step", 1)
+    assert spec.moe_layers == {i for i in range(spec.num_layers) if i not in dense and (i + 1) % every == 0}
+    count = getattr(config, "num_experts", None) or config.num_local_experts
+    assert (spec.num_experts, spec.experts_per_token) == (count, config.num_experts_per_tok)
+    assert spec.expert_size == getattr(config, "moe_intermediate_size", config.intermediate_size)
+    assert spec.shared_size == getattr(config, "shared_expert_intermediate_size", 0)
+    assert spec.norm_experts == getattr(config, "norm_topk_prob", True)
 
 
 def assert_as_transformers(name: str, values: dict[str, Any], length: int = 64) -> ModelSpec:
@@ -88,18 +108,21 @@ def assert_as_transformers(name: str, values: dict[str, Any], length: int = 64) 
     assert spec.rms_norm_eps == config.rms_norm_eps
     assert spec.tied == config.tie_word_embeddings
     assert spec.scale == (getattr(config, "query_pre_attn_scalar", None) or head_dim) ** -0.5
-    biased = name in ("LlamaForCausalLM", "Qwen3ForCausalLM") or "Gemma" in name
+    biased = name in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM") or "Gemma" in name
     bias = biased and config.attention_bias
-    assert (spec.qkv_bias, spec.o_bias) == (bias or name == "Qwen2ForCausalLM", bias)
+    always = name == "Qwen2ForCausalLM" or (name == "Qwen2MoeForCausalLM" and config.qkv_bias)
+    assert (spec.qkv_bias, spec.o_bias) == (bias or always, bias)
     assert spec.mlp_bias == (name == "LlamaForCausalLM" and config.mlp_bias)
     assert spec.attn_soft_cap == (getattr(config, "attn_logit_softcapping", None) or 0.0)
     assert spec.final_soft_cap == (getattr(config, "final_logit_softcapping", None) or 0.0)
     activation = config.hidden_activation if "Gemma" in name else config.hidden_act
     assert spec.gelu == (activation == "gelu_pytorch_tanh")
     window = (name != "LlamaForCausalLM" and config.sliding_window) or 0
-    by_layer = "Qwen" in name or "Gemma" in name
+    by_layer = ("Qwen" in name and "Qwen3Moe" not in name) or "Gemma" in name
     kinds = config.layer_types if by_layer else ["sliding_attention"] * config.num_hidden_layers
     assert spec.windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    if "Moe" in name or name == "MixtralForCausalLM":
+        assert_same_experts(spec, config)
     if len(spec.ropes) == 1:
         assert_same_table(spec.ropes[0], rotary, None, length)
     else:

@@ -1,0 +1,61 @@
+"""The mixture of experts against its twin, by interpreter or on a GPU; what goes to no expert, and ties."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from wavecore.kernels.check import compare
+from wavecore.kernels.ops import moe
+
+pytestmark = pytest.mark.usefixtures("guarded")
+
+
+def arguments(
+    tokens: int, experts: int, hidden: int, inner: int, device: str, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    gate_up, down = random(experts * 2 * inner, hidden) / hidden**0.5, random(experts * hidden, inner) / inner**0.5
+    slots = torch.arange(tokens, dtype=torch.int32, device=device)
+    return random(tokens, hidden), random(tokens, experts), gate_up, down, slots
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "hidden", "inner"),
+    [(1, 1, 1, 16, 16), (3, 60, 4, 40, 72), (70, 2, 2, 48, 24), (130, 3, 1, 64, 65), (40, 16, 8, 130, 33)],
+)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_moe(device: str, tokens: int, experts: int, top_k: int, hidden: int, inner: int, normalize: bool) -> None:
+    """Tiles of few rows and of many; widths that no tile divides; experts without a token."""
+    args = arguments(tokens, experts, hidden, inner, device)
+    args[4][torch.rand(tokens, device=device) < 0.2] = -1
+    assert compare(moe.kernel, moe.twin, (*args, top_k, normalize)) is None
+
+
+def test_all_tokens_to_one_expert_and_none(device: str) -> None:
+    x, scores, gate_up, down, slots = arguments(90, 6, 32, 32, device)
+    scores[:, 4] += 100
+    assert compare(moe.kernel, moe.twin, (x, scores, gate_up, down, slots, 1, True)) is None
+    out = moe.kernel(x, scores, gate_up, down, torch.full_like(slots, -1), 2, True)
+    assert not out.any()
+
+
+def test_nan_stays_in_its_token(device: str) -> None:
+    """A router's NaN may pick any experts, but harms no other token and writes nowhere else."""
+    x, scores, gate_up, down, slots = arguments(5, 6, 32, 32, device)
+    expected = moe.kernel(x, scores, gate_up, down, slots, 2, True)
+    x[2], scores[2] = torch.nan, torch.nan
+    out = moe.kernel(x, scores, gate_up, down, slots, 2, True)
+    assert out[2].isnan().all()
+    keep = torch.tensor([0, 1, 3, 4], device=device)
+    torch.testing.assert_close(out[keep], expected[keep], rtol=0, atol=0)
+
+
+def test_the_same_bits_each_time(device: str) -> None:
+    """Pairs are sorted by atomics, in any order; no result depends on it."""
+    args = arguments(64, 4, 32, 48, device)
+    first, second = (moe.kernel(*args, 2, True) for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)

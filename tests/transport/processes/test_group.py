@@ -39,6 +39,7 @@ class FakeRank:
         if spec.config == "cannot be spawned":
             raise OSError(24, "Too many open files")
         self.rank, self.on_change, self.name = rank, on_change, spec.name
+        self.child = self
         self.entry = RankEntry(rank, pid=100 + len(FakeRank.made))
         self.phase, self.resolved = "load", {"rank": rank}
         self.endpoints: EngineEntry | None = None
@@ -347,7 +348,7 @@ def test_late_ranks_are_named(fake: Any) -> None:
     assert all(rank.killed for rank in ranks)
     ranks[0].ends()
     ranks[1].ends()
-    with pytest.raises(StartError, match=r"^engine 0 rank 1 was not ready after 600 s \(phase: load\)"):
+    with pytest.raises(StartError, match=r"^engine 0 rank 1 \(pid 101\) was not ready after 600 s \(phase: load\)"):
         raise group.failure or AssertionError
 
 

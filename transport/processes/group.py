@@ -242,7 +242,7 @@ class Group:
 
     def _tell(self, first: RankProcess) -> None:
         """Why this life is over, as soon as that is known, and again when it is also known how that rank ended."""
-        early = first.entry.rank and first.failed_at < math.inf  # but rank 0 has last words for its clients
+        early = first.failed_at < math.inf and not self._is_alone  # who is alone tells its clients itself
         cause = first.reason if early and first.cause is None else first.cause
         if cause is None:
             return

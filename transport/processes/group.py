@@ -270,7 +270,8 @@ class Group:
         self._is_over, was_ready = True, self._watch is not None
         self._watch, self._ready_by = None, math.inf
         if self._stopping:
-            self._change(cause=cause if cause.signal or cause.status > 0 else None)
+            in_order = cause.code == "exit" and cause.status <= 0
+            self._change(cause=None if in_order else cause)
             return
         if not self._was_ready:  # `start` raises it
             self._change(state="failed", cause=cause)

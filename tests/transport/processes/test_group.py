@@ -85,7 +85,8 @@ class FakeRank:
             self.on_change(self)
 
     def ends(self, number: int = 9, status: int = 0) -> None:
-        ended = self.reason or Cause("signal", f"{self.name} was ended by signal {number}", self.phase)
+        kind = "signal" if number else "exit"
+        ended = self.reason or Cause(kind, f"{self.name} was ended by signal {number}", self.phase)
         self.cause = replace(ended, rank=self.rank, signal=number, status=status)
         self.entry = replace(self.entry, state="ended")
         self.on_change(self)
@@ -293,6 +294,18 @@ def test_a_worker_that_fails_while_rank_0_drains_ends_that(fake: Any) -> None:
     assert group.entry.cause is not None
     assert group.entry.cause.rank == 1
     assert next_life(group) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_says_why_it_fails_while_rank_0_drains(fake: Any, rank: int) -> None:
+    group, ranks = fake(2, ready=True)
+    group.stop(30.0)
+    ranks[rank].says("out of luck")
+    ranks[1 - rank].ends()
+    ranks[rank].ends(0, status=5)
+    assert group.entry.state == "stopped"
+    assert group.entry.cause is not None
+    assert (group.entry.cause.message, group.entry.cause.status) == (f"rank {rank}: out of luck", 5)
 
 
 def test_stop_between_a_death_and_the_end_of_the_last_rank(fake: Any) -> None:

@@ -250,13 +250,13 @@ def test_one_of_two_engines_dies(deploy: Any, ranks: int) -> None:
         until(lambda: len(deployed.llm._service.client.engines) == 2)
 
 
-@pytest.mark.parametrize("pairs", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pairs", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_pairs_of_deployments_at_the_same_instant(pairs: int) -> None:
-    """Two deployments of two engines of two ranks are started at the same instant, again and again.
+    """Two deployments of an engine of two ranks are started at the same instant, again and again.
 
     They never collide: each has its own folder, addresses, memory and bells.
     """
-    config = EngineConfig(model="scripted:", skip_tokenizer_init=True, tensor_parallel_size=2, data_parallel_size=2)
+    config = EngineConfig(model="scripted:", skip_tokenizer_init=True, tensor_parallel_size=2)
     for _ in range(pairs):
         pair, at_once = [make_supervisor(config), make_supervisor(config)], threading.Barrier(2)
 
@@ -271,9 +271,9 @@ def test_pairs_of_deployments_at_the_same_instant(pairs: int) -> None:
             for thread in threads:
                 thread.join()
             entries = [entry for one in pair for entry in one.deployment().engines]
-            assert [entry.state for entry in entries] == ["ready"] * 4
-            assert len({entry.input for entry in entries} | {entry.output for entry in entries}) == 8
-            assert len({rank.pid for entry in entries for rank in entry.ranks}) == 8
+            assert [entry.state for entry in entries] == ["ready"] * 2
+            assert len({entry.input for entry in entries} | {entry.output for entry in entries}) == 4
+            assert len({rank.pid for entry in entries for rank in entry.ranks}) == 4
             for one in pair:
                 assert one.runtime_dir is not None
                 with LLM.connect(one.runtime_dir) as llm:

@@ -147,7 +147,7 @@ class Group:
             self._ready_by = math.inf
             self._end_ranks()  # they are still loading: there is nothing to end in order
         else:  # workers go on as long as rank 0 needs them
-            self._ranks[0].signal(signal.SIGTERM if drain > 0 else signal.SIGINT)
+            self._ranks[0].child.signal(signal.SIGTERM if drain > 0 else signal.SIGINT)
             self._kill_at = min(self._kill_at, time.monotonic() + drain + self._limits.grace)
             self._change(state="draining")
 
@@ -227,7 +227,7 @@ class Group:
         assert said is not None
         self.resolved = self._ranks[0].resolved
         self._was_ready = True
-        pages = [(rank.entry.pid, rank.progress) for rank in self._ranks]
+        pages = [(rank.entry.pid, rank.child.progress) for rank in self._ranks]
         self._watch = GroupWatch(pages, self._limits.idle, self._limits.step)
         self._change(state="ready", cause=None, epoch=said.epoch, input=said.input, output=said.output)
 
@@ -237,12 +237,12 @@ class Group:
             return rank
         for each in self._ranks:
             each.read_status()
-        silent = (each for each in self._ranks if each.reason is None and each.is_ending)
+        silent = (each for each in self._ranks if each.reason is None and each.child.is_ending)
         return next(silent, min(self._ranks, key=lambda each: each.failed_at))
 
     def _tell(self, first: RankProcess) -> None:
         """Why this life is over, as soon as that is known, and again when it is also known how that rank ended."""
-        early = first.entry.rank and first.failed_at < math.inf  # but rank 0 has last words for its clients
+        early = first.failed_at < math.inf and not self._is_alone  # who is alone tells its clients itself
         cause = first.reason if early and first.cause is None else first.cause
         if cause is None:
             return
@@ -255,7 +255,7 @@ class Group:
 
     def _give_up(self, rank: RankProcess, code: str, reason: str) -> None:
         """Take down the stacks of all ranks, then, in the next tick, end them."""
-        message = f"{rank.name} {reason}"
+        message = f"{self._name(rank.entry.rank)} (pid {rank.entry.pid}) {reason}"
         logger.error("%s", message)
         self._first, self._kill_at = rank, time.monotonic()
         for each in self._ranks:
@@ -270,7 +270,8 @@ class Group:
         self._is_over, was_ready = True, self._watch is not None
         self._watch, self._ready_by = None, math.inf
         if self._stopping:
-            self._change(cause=cause if cause.signal or cause.status > 0 else None)
+            in_order = cause.code == "exit" and cause.status <= 0
+            self._change(cause=None if in_order else cause)
             return
         if not self._was_ready:  # `start` raises it
             self._change(state="failed", cause=cause)

@@ -15,7 +15,6 @@ from wavecore.transport.errors import ProtocolError
 from wavecore.transport.processes.child import STACKS_SIGNAL
 from wavecore.transport.processes.deployment import Cause, EngineEntry, RankEntry, from_plain, parse_json
 from wavecore.transport.processes.process import Child, ChildSpec, LineReader, explain_end
-from wavecore.transport.processes.stall import ProgressPage
 from wavecore.transport.wire.checks import ON_WIRE, table
 
 _LAST_READS = 64
@@ -38,6 +37,7 @@ class RankProcess:
         OSError: no descriptors, memory or process ids just now.
 
     Attributes:
+        child: its process.
         entry: its line of the deployment; replaced, never changed.
         phase: what it is doing.
         endpoints: where it listens, and its epoch, as it said when it was ready; None until then.
@@ -64,55 +64,37 @@ class RankProcess:
         self.reason: Cause | None = None
         self.cause: Cause | None = None
         self._spec, self._selector, self._on_phase, self._on_change = spec, selector, on_phase, on_change
-        self._child = Child(spec)
-        self.entry = RankEntry(rank, self._child.pid)
-        self._status, self._log = LineReader(self._child.status_fd), LineReader(self._child.log_fd)
+        self.child = Child(spec)
+        self.entry = RankEntry(rank, self.child.pid)
+        self._status, self._log = LineReader(self.child.status_fd), LineReader(self.child.log_fd)
         self._pipes = ((self._status, self._on_status), (self._log, on_output))
-        selector.register(self._child.pidfd, selectors.EVENT_READ, self._on_end)
+        selector.register(self.child.pidfd, selectors.EVENT_READ, self._on_end)
         for lines, on_line in self._pipes:
             selector.register(lines.fd, selectors.EVENT_READ, partial(self._on_readable, lines, on_line))
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"{self._spec.name} (pid {self.entry.pid})"
-
-    @property
-    def progress(self) -> ProgressPage:
-        """Not after the end."""
-        return self._child.progress
 
     @property
     def failed(self) -> bool:
         """It has ended, or is about to."""
         return self.reason is not None or self.cause is not None
 
-    @property
-    def is_ending(self) -> bool:
-        """Its process is on its way out, or has just ended."""
-        return self._child.is_ending
-
     def read_status(self) -> None:
         """Take in what it has said, without `on_change`."""
         self._read(self._status, self._on_status)
 
-    def signal(self, number: int) -> None:
-        self._child.signal(number)
-
     def kill(self) -> None:
         """End the process and all that it started; `on_change` tells when that is done. Nothing after the end."""
         if self.cause is None:
-            self._child.kill()
+            self.child.kill()
 
     def give_up(self, reason: Cause) -> None:
         """Take down the stacks of all its threads; the group kills it thereafter."""
         self.reason = self.reason or reason
-        self._child.signal(STACKS_SIGNAL)
+        self.child.signal(STACKS_SIGNAL)
 
     def reap(self) -> None:
         """Wait for the end of one that was killed; `on_change` does not tell."""
         if self.cause is None:
-            self._child.reap()
+            self.child.reap()
 
     def _on_readable(self, lines: LineReader, on_line: Callable[[str], None]) -> None:
         failed, ready = self.failed, self.endpoints
@@ -133,14 +115,14 @@ class RankProcess:
         """The process is gone."""
         if self.cause is not None:
             return
-        self._child.kill()  # what it started ends with it, and lets go of the pipes
+        self.child.kill()  # what it started ends with it, and lets go of the pipes
         for lines, on_line in self._pipes:
             for _ in range(_LAST_READS):  # bounded: a stray descendant may go on writing
                 self._read(lines, on_line)
             if not lines.ended:
                 self._selector.unregister(lines.fd)
-        self._selector.unregister(self._child.pidfd)
-        self.cause = self._explain(self._child.reap())
+        self._selector.unregister(self.child.pidfd)
+        self.cause = self._explain(self.child.reap())
         self.entry = replace(self.entry, state="ended")
         self._on_change(self)
 
@@ -148,7 +130,7 @@ class RankProcess:
         tail, cause = tuple(self._log.tail), self.reason
         if cause is None:
             kind = "signal" if returncode and returncode < 0 else "exit"
-            message = explain_end(self._spec, self.entry.pid, returncode, tail, self._child.oom_kills)
+            message = explain_end(self._spec, self.entry.pid, returncode, tail, self.child.oom_kills)
             cause = Cause(kind, message, self.phase)
         code = -1 if returncode is None else returncode
         signal = max(0, -(returncode or 0))

@@ -39,6 +39,7 @@ class FakeRank:
         if spec.config == "cannot be spawned":
             raise OSError(24, "Too many open files")
         self.rank, self.on_change, self.name = rank, on_change, spec.name
+        self.child = self
         self.entry = RankEntry(rank, pid=100 + len(FakeRank.made))
         self.phase, self.resolved = "load", {"rank": rank}
         self.endpoints: EngineEntry | None = None
@@ -84,7 +85,8 @@ class FakeRank:
             self.on_change(self)
 
     def ends(self, number: int = 9, status: int = 0) -> None:
-        ended = self.reason or Cause("signal", f"{self.name} was ended by signal {number}", self.phase)
+        kind = "signal" if number else "exit"
+        ended = self.reason or Cause(kind, f"{self.name} was ended by signal {number}", self.phase)
         self.cause = replace(ended, rank=self.rank, signal=number, status=status)
         self.entry = replace(self.entry, state="ended")
         self.on_change(self)
@@ -161,30 +163,27 @@ def test_no_new_life_before_every_rank_of_the_old_one_is_gone(fake: Any) -> None
     assert (group.entry.state, group.entry.restarts) == ("restarting", 1)
 
 
-def test_a_report_is_the_cause_and_its_author_may_end_in_order(fake: Any) -> None:
-    """It has last words for clients; its peers are ended at once."""
-    group, ranks = fake(2, ready=True)
-    ranks[0].says("out of luck")
-    assert (ranks[0].killed, ranks[1].killed) == (False, True)
-    ranks[1].ends()
-    assert group.entry.state == "ready"  # as long as rank 0 speaks with its clients
-    ranks[0].ends(0, status=5)
-    cause = group.entry.cause
-    assert cause is not None
-    assert (cause.rank, cause.status, cause.message) == (0, 5, "rank 0: out of luck")
+def test_an_engine_of_one_process_speaks_with_its_clients_until_it_ends(fake: Any) -> None:
+    group, [rank] = fake(1, ready=True)
+    rank.says("out of luck")
+    assert (group.entry.state, rank.killed) == ("ready", False)
+    rank.ends(0, status=5)
+    assert group.entry.cause is not None
+    assert (group.entry.state, group.entry.cause.status) == ("waiting", 5)
 
 
-def test_a_workers_report_is_told_before_it_has_ended(fake: Any) -> None:
-    """It may take a while; clients of rank 0 see the connection break and ask for the cause."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_report_is_told_before_its_author_has_ended(fake: Any, first: int) -> None:
+    """That may take a while; its peers are ended at once. Clients see the connection break, and ask for the cause."""
     group, ranks = fake(2, ready=True)
-    ranks[1].says("out of luck")
-    cause = group.entry.cause
+    ranks[first].says("out of luck")
+    cause, message = group.entry.cause, f"rank {first}: out of luck"
     assert cause is not None
-    assert (group.entry.state, cause.rank, cause.message, cause.status) == ("waiting", 1, "rank 1: out of luck", -1)
-    assert (ranks[0].killed, ranks[1].killed) == (True, False)
-    ranks[0].ends()
+    assert (group.entry.state, cause.rank, cause.message, cause.status) == ("waiting", first, message, -1)
+    assert [rank.killed for rank in ranks] == [first != 0, first != 1]
+    ranks[1 - first].ends()
     assert next_life(group) == []
-    ranks[1].ends(0, status=5)
+    ranks[first].ends(0, status=5)
     assert group.entry.cause == replace(cause, status=5)
     assert len(next_life(group)) == 2
     assert group.entry.restarts == 1
@@ -297,6 +296,18 @@ def test_a_worker_that_fails_while_rank_0_drains_ends_that(fake: Any) -> None:
     assert next_life(group) == []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_says_why_it_fails_while_rank_0_drains(fake: Any, rank: int) -> None:
+    group, ranks = fake(2, ready=True)
+    group.stop(30.0)
+    ranks[rank].says("out of luck")
+    ranks[1 - rank].ends()
+    ranks[rank].ends(0, status=5)
+    assert group.entry.state == "stopped"
+    assert group.entry.cause is not None
+    assert (group.entry.cause.message, group.entry.cause.status) == (f"rank {rank}: out of luck", 5)
+
+
 def test_stop_between_a_death_and_the_end_of_the_last_rank(fake: Any) -> None:
     group, ranks = fake(2, ready=True)
     ranks[1].ends()
@@ -347,7 +358,7 @@ def test_late_ranks_are_named(fake: Any) -> None:
     assert all(rank.killed for rank in ranks)
     ranks[0].ends()
     ranks[1].ends()
-    with pytest.raises(StartError, match=r"^engine 0 rank 1 was not ready after 600 s \(phase: load\)"):
+    with pytest.raises(StartError, match=r"^engine 0 rank 1 \(pid 101\) was not ready after 600 s \(phase: load\)"):
         raise group.failure or AssertionError
 
 
@@ -375,13 +386,14 @@ def test_a_worker_that_ends_in_order_has_failed_all_the_same() -> None:
 def memories() -> Iterator[list[GroupMemory]]:
     """The holds of two ranks, both in this process."""
     with ExitStack() as stack:
-        (_, memory), *bells = group_memory.create(2, stack)
+        memory, store, *bells = [fd for _, fd in group_memory.create(2, stack)]
         page = ProgressPage.create_fd()
         stack.callback(os.close, page)
-        both = [GroupMemory(rank, os.dup(memory), [fd for _, fd in bells], ProgressPage(page)) for rank in range(2)]
+        both = [GroupMemory(rank, os.dup(memory), store, bells, ProgressPage(page)) for rank in range(2)]
         yield both
         for each in both:
             each.words.release()
+            each.records.release()
             each.progress.close()
 
 

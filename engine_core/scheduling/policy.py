@@ -64,7 +64,7 @@ class WaitingQueue:
         self.num_tokens -= len(request.tokens)
         if self._heap[0][2] is request:
             heapq.heappop(self._heap)  # a preempted request comes back: no dead entry of it may stay
-        elif len(self._heap) > 64 and len(self._heap) > 2 * self._size:
+        elif len(self._heap) > 2 * self._size:
             self._heap = [entry for entry in self._heap if entry[2].queued]
             heapq.heapify(self._heap)
 

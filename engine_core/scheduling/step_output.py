@@ -27,7 +27,8 @@ class _End(NamedTuple):
 
 
 class Outputs:
-    """Output of the step in the making. `rows` is called at most once per `take`."""
+    """Output of the step in the making, true while there are ends. `rows` is called at most once a step, which then
+    calls `take`."""
 
     def __init__(self) -> None:
         self._rows: tuple[I32, U32, I32, U8] | None = None  # client number, handle, token, finish code
@@ -35,7 +36,7 @@ class Outputs:
         self._ends: dict[bytes, list[_End]] = {}
 
     def __bool__(self) -> bool:
-        return self._rows is not None or bool(self._ends)
+        return bool(self._ends)
 
     def rows(self, client: I32, handle: U32, token: I32, finish: U8) -> dict[int, RowExtras]:
         """One token each, at least one row; returns the rows' extras, by row, to be filled in."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,6 +34,11 @@ def test_hybrid_order_is_that_of_aged_priorities_at_any_time(
                 assert keys[i] < keys[j] + 1e-6
 
 
+def test_first_come_first_served_asks_neither_priority_nor_a_clock() -> None:
+    policy = Policy(EngineConfig(scheduling_policy="fcfs"))
+    assert policy.major(5, 9.0) == policy.major(-5, 7.0)
+
+
 def test_queue_against_a_sorted_list() -> None:
     driver = SchedulerDriver(SCRIPT)
     rng = random.Random(5)
@@ -49,6 +57,30 @@ def test_queue_against_a_sorted_list() -> None:
         best = min(model, key=lambda r: (r.major, r.minor), default=None)
         assert queue.peek() is best and len(queue) == len(model) and queue.num_tokens == 3 * len(model)
     assert queue.in_order() == sorted(model, key=lambda r: (r.major, r.minor))
+
+
+def test_dead_entries_of_the_queue_go_when_they_are_the_majority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not earlier: a removal costs the same however many wait."""
+    compactions: list[int] = []
+
+    def heapify(heap: list[Any]) -> None:
+        compactions.append(len(heap))
+        heapq.heapify(heap)
+
+    names = SimpleNamespace(heappush=heapq.heappush, heappop=heapq.heappop, heapify=heapify)
+    monkeypatch.setattr("wavecore.engine_core.scheduling.policy.heapq", names)
+    driver, queue = SchedulerDriver(SCRIPT), WaitingQueue()
+    requests = [driver.core.admit(make_add(i, [1, 2, 3])) for i in range(400)]
+    for i, request in enumerate(requests):
+        request.minor = i
+        queue.push(request)
+    queue.remove(requests[0])  # the best one, which may come back
+    queue.push(requests[0])
+    assert queue.in_order() == requests
+    for request in requests[:0:-1]:
+        queue.remove(request)
+        assert len(queue._heap) <= 2 * len(queue)
+    assert len(compactions) <= 9 and compactions[0] == 199  # each halves it
 
 
 @pytest.mark.parametrize(("policy", "first"), [("fcfs", [0, 1, 2, 3]), ("priority", [2, 0, 1, 3])])

@@ -348,6 +348,60 @@ def test_window_is_bounded_in_messages_and_bytes() -> None:
     assert WINDOW_BYTES <= in_flight < WINDOW_BYTES + 2 * PIECE_BYTES
 
 
+def test_a_window_that_is_just_full_takes_nothing_more() -> None:
+    size = total_bytes(small(1))
+    outbox = Outbox(EPOCH, CLIENT, (WINDOW_MESSAGES, 3 * size))
+    for handle in range(4):
+        outbox.append(small(handle), lane=handle % 2)
+    assert len(outbox) == 4
+    for _ in range(3):
+        assert outbox.peek() is not None
+        outbox.advance()
+    assert outbox.full and outbox.peek() is None and len(outbox) == 4
+
+
+def of_size(size: int) -> Frames:
+    prompt = from_numpy(np.ones(size // 4 - 100, np.int32))
+    adds = (encode(Add(EPOCH, CLIENT, 0, 1, prompt, {"pad": "x" * count})) for count in range(400))
+    return next(frames for frames in adds if total_bytes(frames) == size)
+
+
+def test_lanes_take_turns_by_bytes_while_both_have_something() -> None:
+    outbox = Outbox(EPOCH, CLIENT, (100, 100 * PIECE_BYTES))
+
+    def leave(count: int) -> list[type]:
+        kinds = []
+        for _ in range(count):
+            kinds.append(type(decode(outbox.peek() or [])))
+            outbox.advance()
+        return kinds
+
+    for _ in range(2):
+        outbox.append(of_size(PIECE_BYTES))
+    assert leave(2) == [Add, Add]
+    outbox.append(large(1, 10 * PIECE_BYTES), lane=1)  # nobody waited before: it has no turn in advance
+    for _ in range(4):
+        outbox.append(of_size(PIECE_BYTES))
+    assert leave(6) == [Add, Piece, Add, Piece, Add, Piece]
+
+
+def test_a_message_of_the_size_of_a_piece_leaves_whole() -> None:
+    for size, kind in ((PIECE_BYTES, Add), (PIECE_BYTES + 1, Piece)):
+        outbox = Outbox(EPOCH, CLIENT)
+        outbox.append(of_size(size))
+        first = outbox.peek()
+        assert first is not None and isinstance(decode(first), kind)
+
+
+def test_what_is_withdrawn_waits_in_the_lane_of_the_large() -> None:
+    """In the other one the abort follows it, and ends it at the engine."""
+    outbox = Outbox(EPOCH, CLIENT)
+    outbox.append(small(5), lane=0, handle=5)
+    outbox.withdraw({5})
+    first = outbox.peek()
+    assert first is not None and isinstance(decode(first), Abort) and outbox.bytes == total_bytes(small(5))
+
+
 def test_a_silent_peer_gets_nothing_and_one_that_got_no_further_gets_a_mark() -> None:
     outbox = filled(5)
     assert outbox.peek() is None
@@ -391,6 +445,17 @@ def test_the_last_message_is_missed_by_a_mark_alone() -> None:
     outbox.acknowledge(*inbox.report())
     assert next_mark(outbox).attempt == 1
     assert outbox.peek() is not None
+
+
+def test_a_question_is_asked_of_what_went_out_and_takes_no_attempt_back() -> None:
+    outbox = Outbox(EPOCH, CLIENT)
+    outbox.probe()
+    assert outbox.peek() is None
+    outbox = filled(3)
+    outbox.acknowledge(1, True, 0)
+    outbox.probe()  # before the attempt's own mark has left
+    mark = next_mark(outbox)
+    assert (mark.sent, mark.attempt) == (1, 1)
 
 
 def test_old_reports_change_nothing() -> None:

@@ -192,7 +192,8 @@ class LLM(BaseLLM, Inspection):
             self._service.client.submit(mailbox)
             finished = False
             while not finished:
-                notifier.wait()
+                if not mailbox.ended:  # else there is nothing to wait for, in the child of a fork also nobody
+                    notifier.wait()
                 for output in shown(mailbox.take()):
                     finished = output.finished
                     yield output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -90,7 +90,8 @@ class RequestOutput:
 
     Attributes:
         prompt: the prompt's text, None where it was given as token ids.
-        prompt_logprobs: one entry a prompt token, the first None; None where not asked for.
+        prompt_logprobs: one entry a prompt token, the first None; None where not asked for. An entry is made when it
+            is read.
         num_cached_tokens: prompt tokens whose keys and values came from the prefix cache, counted once for all choices.
         embedding: float32 [hidden] of an embedding request that is finished.
     """
@@ -101,7 +102,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     num_cached_tokens: int | None = None
     embedding: npt.NDArray[np.float32] | None = None
     # Of what vLLM has and we do not, so that it can be read

@@ -42,11 +42,8 @@ PromptType = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
 
 _KNOWN = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "parse_special"})
 _REFUSED = {
-    "multi_modal_data": "images, audio and video are not supported",
-    "multi_modal_uuids": "images, audio and video are not supported",
-    "mm_processor_kwargs": "images, audio and video are not supported",
-    "encoder_prompt": "encoder-decoder models are not supported",
-    "decoder_prompt": "encoder-decoder models are not supported",
+    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), "images, audio and video"),
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "encoder-decoder models"),
 }
 
 
@@ -96,7 +93,7 @@ def as_prompt(prompt: Any) -> Prompt:
         raise ValidationError("prompt", f"must be text, token ids or a dictionary, not {type(prompt).__name__}")
     for name in prompt:
         if name in _REFUSED and prompt[name] is not None:
-            raise NotSupportedError(f"{name}: {_REFUSED[name]}")
+            raise NotSupportedError(f"{name}: {_REFUSED[name]} are not supported")
         if name not in _KNOWN | _REFUSED.keys():
             raise ValidationError("prompt", f"unknown key {name!r:.40}; known are {', '.join(sorted(_KNOWN))}")
     salt = prompt.get("cache_salt")

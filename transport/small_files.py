@@ -1,22 +1,34 @@
-"""Small files that processes share: read without trust, since another may lie in their place, and written once."""
+"""Files: opened without trust, since anything may lie in their place, and small ones read whole and written once."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
 
 
-def read_small(path: Path, limit: int) -> bytes:
-    """The whole of a regular file. Waits for nobody.
+def open_regular(path: Path) -> BufferedReader:
+    """A regular file, opened to be read. Waits for nobody.
 
     Raises:
-        OSError: missing, more than `limit` bytes, or no regular file: a FIFO would be waited for, a device has no end.
+        OSError: missing, or no regular file: a FIFO would be waited for, a device has no end.
     """
-    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
+
+
+def read_small(path: Path, limit: int = 256 << 20) -> bytes:
+    """The whole of a regular file.
+
+    Raises:
+        OSError: it cannot be opened, or has more than `limit` bytes.
+    """
+    with open_regular(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes")

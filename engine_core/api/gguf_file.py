@@ -22,6 +22,7 @@ from gguf.quants import dequantize
 
 from wavecore.engine_core.api.model_files import unreadable
 from wavecore.transport.errors import ModelError, NotSupportedError, WavecoreError
+from wavecore.transport.small_files import open_regular
 from wavecore.transport.wire.checks import shown
 
 MAX_DIMS = 4
@@ -80,7 +81,7 @@ def read_gguf(path: Path) -> GgufFile:
         NotSupportedError: one part of a model, a tensor type outside `SUPPORTED`, or another byte order or version.
     """
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             found = _Header(path, data).parse()
     except (OSError, ValueError) as error:
         if isinstance(error, WavecoreError):

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wavecore.transport.errors import ModelError
-
-MAX_BYTES = 256 << 20
+from wavecore.transport.small_files import open_regular, read_small
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -33,14 +32,12 @@ def read_text(path: Path) -> str:
     """A text file.
 
     Raises:
-        ModelError: naming the file that is over-size or no text.
+        ModelError: naming the file that is over-size, no text or no regular file.
     """
     try:
-        if path.stat().st_size <= MAX_BYTES:
-            return path.read_text("utf-8")
+        return read_small(path).decode()
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
-    raise ModelError(f"{path} is over {MAX_BYTES >> 20} MiB, which no {path.name} should be")
 
 
 def named_path(name: str | Path) -> Path:
@@ -62,7 +59,7 @@ def named_path(name: str | Path) -> Path:
 def unreadable(path: Path, reason: object) -> ModelError:
     """The error for a file that is not what its name says; one that Git LFS has not fetched yet is named as that."""
     way_out = "" if isinstance(reason, OSError) else "; download it again"  # the system's own reason says enough
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_regular(path) as file:
         if file.read(64).startswith(b"version https://git-lfs"):
             reason, way_out = "it is a Git LFS pointer, not the file itself", "; run `git lfs pull` in its folder"
     return ModelError(f"{path} cannot be read: {reason}{way_out}")

@@ -66,8 +66,13 @@ def eos_token_id(folder: Path) -> int | None:
         vocab = values.get("model", {}).get("vocab")
         pieces = [piece[0] for piece in vocab] if isinstance(vocab, list) else []  # of a Unigram: [text, score]
         ids = dict(vocab) if isinstance(vocab, dict) else {text: i for i, text in enumerate(pieces)}
-        ids |= {token["content"]: token["id"] for token in values.get("added_tokens", ())}
-        ids |= {token["content"]: index for index, token in known.added.items()}
+        added = {token["content"]: token["id"] for token in values.get("added_tokens", ())}
+        added |= {token["content"]: index for index, token in known.added.items()}
+        free = max([len(ids), *(index + 1 for index in added.values())])
+        ids |= added
+        # What no file gives an id gets the next free ones when a tokenizer is made of them.
+        named = dict.fromkeys(token["content"] for token in (*known.named.values(), *known.extra) if values)
+        ids |= {content: free + i for i, content in enumerate([c for c in named if c not in ids])}
         return int(ids[text]) if text in ids else None
 
     return _parsed(folder / "tokenizer.json", find)

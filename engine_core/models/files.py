@@ -64,7 +64,7 @@ def open_model(model: str, progress: Progress, tokenizer: str | None = None, nee
         ModelError, NotSupportedError: naming the file, and the way out.
     """
     path = resolve_model(model, progress, need_weights)
-    if path.is_file():
+    if not path.is_dir():
         file = read_gguf(path)
         spec, ids = gguf.from_gguf(file), gguf.end_token_ids(file)
     else:
@@ -172,7 +172,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{index} names files that are not there: {', '.join(missing)}; download the model again")
         return files
     whole = folder / "model.safetensors"  # what lies beside it are the same weights in another form
-    files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    files = [whole] if whole.is_file() else sorted(filter(Path.is_file, folder.glob("*.safetensors")))
     if not files or files[0].name.startswith("adapter_"):
         raise _no_model(folder, "weights as *.safetensors")
     return files

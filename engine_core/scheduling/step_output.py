@@ -74,27 +74,19 @@ class Outputs:
             for place, row in enumerate(np.arange(len(handles))[rows].tolist()):
                 if row in self._extras:
                     extras[place] = _with_frames(self._extras[row], frames)
-        return StepTokens(
-            handles=handles[rows],
-            counts=np.ones_like(handles[rows]),
-            tokens=tokens[rows],
-            finish=finish[rows],
-            extras=extras,
-            frames=tuple(frames),
-        )
+        own = handles[rows]
+        return StepTokens(own, np.ones_like(own), tokens[rows], finish[rows], extras, tuple(frames))
 
 
 def _ended(ends: list[_End]) -> StepTokens:
     """A row without a token for each."""
     frames: list[TensorFrame] = []
-    return StepTokens(
-        handles=np.array([end.handle for end in ends], np.uint32),
-        counts=np.zeros(len(ends), np.uint32),
-        tokens=np.zeros(0, np.int32),
-        finish=np.array([end.finish for end in ends], np.uint8),
-        extras={i: _with_frames(end.extras, frames) for i, end in enumerate(ends) if end.extras},
-        frames=tuple(frames),
+    extras = {i: _with_frames(end.extras, frames) for i, end in enumerate(ends) if end.extras}
+    handles, finish = (
+        np.array([end.handle for end in ends], np.uint32),
+        np.array([end.finish for end in ends], np.uint8),
     )
+    return StepTokens(handles, np.zeros_like(handles), np.zeros(0, np.int32), finish, extras, tuple(frames))
 
 
 def _with_frames(extras: RowExtras, frames: list[TensorFrame]) -> RowExtras:

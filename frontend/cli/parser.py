@@ -19,6 +19,7 @@ from wavecore.engine_core.api.config import OF_SETTING, EngineConfig
 from wavecore.frontend import compat
 from wavecore.frontend.compat import ENVIRONMENT, SETTINGS, did_you_mean, our_name
 from wavecore.transport.errors import ConfigError
+from wavecore.transport.small_files import read_small
 from wavecore.transport.wire.checks import MAX_TEXT
 
 SHORT = {"-h": "--help", "-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size"}
@@ -174,7 +175,7 @@ def _explain(group: Any, name: str, kind: Any, about: str) -> None:
 def _read_file(path: str) -> dict[str, Any]:
     """Settings of a YAML file, in any spelling that flags may have; none without a path."""
     try:
-        content = compat.read_yaml(Path(path).read_text(encoding="utf-8")) if path else None
+        content = compat.read_yaml(read_small(Path(path)).decode()) if path else None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping | None):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wavecore.transport.errors import ValidationError
+from wavecore.transport.small_files import read_small
 
 TOP = 10_000  # token ids stay below it: every model of real size has them
 Span = tuple[int, int]  # the shortest and the longest length
@@ -52,7 +53,7 @@ def open_work(file: str) -> list[WorkItem]:
         ValidationError: it holds something else.
     """
     try:
-        rows = json.loads(Path(file).read_text(encoding="utf-8"))
+        rows = json.loads(read_small(Path(file)))
         if not isinstance(rows, list) or not rows:
             raise ValueError("no list, or an empty one")
         return [_item(row) for row in rows]

@@ -86,14 +86,17 @@ class Choice:
         new = self.emitted[self._taken : count]
         try:
             self._render(new[: readable - self._taken], pieces)
-            if finish is not None and not self.told:
+            if finish is not None:
                 self._flush()
         except Exception as fault:  # the text of one request must not end its neighbours
             logger.exception("the tokens of a request cannot be turned into text")
             self._detokenizer = None
             self._fault = RequestError(f"its tokens cannot be turned into text: {fault!r:.300}")
+        found = None if self._stops is None else self._stops.found
         if self._fault is not None:
             finish, error = "error", self._fault
+        elif found is not None and finish in ("length", "stop"):  # perhaps only with what was held back
+            finish, stop_reason = "stop", found
         if self._new_logprobs is not None:
             self._logprobs += [self._new_logprobs.popleft() for _ in range(min(len(new), len(self._new_logprobs)))]
         output = CompletionOutput(
@@ -128,7 +131,7 @@ class Choice:
             return
         tail = self._detokenizer.flush()
         if self._stops is not None:
-            tail = self._stops.feed(tail) + self._stops.flush()
+            tail = self._stops.feed(tail, may_end=len(self.emitted) > self._min_tokens) + self._stops.flush()
         self._text += tail
 
     # --- the IO thread -----------------------------------------------------------------------------------------------
@@ -169,10 +172,10 @@ class Choice:
         self._arrived = count, count - hidden, self._num_pieces, self._cumulative, end
         self.finish = end.finish
 
-    def end(self, finish: FinishName, stop_reason: int | str | None = None, error: WavecoreError | None = None) -> None:
+    def end(self, finish: FinishName, error: WavecoreError | None = None) -> None:
         """Finish; what was held back is shown by the last `take`."""
         if self.finish is None:
-            self._arrived = len(self.emitted), *self._arrived[1:-1], _Ending(finish, stop_reason, error)
+            self._arrived = len(self.emitted), *self._arrived[1:-1], _Ending(finish, None, error)
             self.finish = finish
 
     def _accept(self, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> None:

@@ -32,6 +32,7 @@ from wavecore.frontend.client.in_flight import InFlight
 from wavecore.frontend.client.mailbox import Mailbox
 from wavecore.transport import forks
 from wavecore.transport.errors import EngineDead, Overloaded, RequestError, StartError, WavecoreError, as_wavecore_error
+from wavecore.transport.headroom import check_headroom
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.io.connection import ClientFailed, Disconnected, EngineEvent, Reconnected
 from wavecore.transport.processes import deployment
@@ -61,6 +62,8 @@ class EngineClient:
     def __init__(self, runtime_dir: str | Path | Address, *, timeout: float = 30.0) -> None:
         self._runtime_dir = runtime_dir if isinstance(runtime_dir, Address) else Path(runtime_dir)
         found = deployment.read(self._runtime_dir)
+        # For each engine: of four sockets, and of two connections
+        check_headroom(f"a client of {len(found.engines)} engines", 6 * len(found.engines), 0)
         self._engines = {entry.index: RemoteEngine(entry.index) for entry in found.engines}
         self.num_engines = len(self._engines)
         self._closed = ""  # why nothing can be sent any more

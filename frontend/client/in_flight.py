@@ -63,8 +63,8 @@ class InFlight:
 
     def refuse(self, mailbox: Mailbox, error: WavecoreError) -> None:
         """End a request that is in nobody's hands yet, or that nobody will hear of again."""
+        mailbox.end("error", error)  # first: the child of a fork in between finds it ended, or among the living
         self.live.discard(mailbox)
-        mailbox.end("error", error)
         notify([mailbox])
 
     def deliver(self, engine: RemoteEngine, step: Step) -> None:
@@ -246,9 +246,9 @@ class InFlight:
     def _fail(self, failed: Mapping[Flight, WavecoreError]) -> None:
         for flight, error in failed.items():
             self._abort_at_engine(flight)
-            self._forget(flight)
             # A copy for each: one exception raised in many tasks would collect all their tracebacks.
             flight.mailbox.end("error", from_code(error.code, str(error)))
+            self._forget(flight)
         notify([flight.mailbox for flight in failed])
 
     def _detach(self, flight: Flight) -> None:

@@ -20,15 +20,19 @@ import numpy.typing as npt
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.choice import Choice
 from wavecore.frontend.client.request import EngineRequest
-from wavecore.frontend.outputs import FinishName, PositionLogprobs, RequestMetrics, RequestOutput
+from wavecore.frontend.outputs import FinishName, RequestMetrics, RequestOutput
 from wavecore.frontend.text.detokenizer import CONTEXT
-from wavecore.frontend.text.logprobs import read_logprobs
+from wavecore.frontend.text.logprobs import PromptLogprobs, read_logprobs
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import RequestError, WavecoreError, from_code
 from wavecore.transport.wire.messages import FinishReason, TensorFrame
 from wavecore.transport.wire.tensors import to_numpy
 
 logger = logging.getLogger(__name__)
+
+Extra = Mapping[str, Any]
+"""What a row says beside its tokens; what names frames gives their places."""
+Frames = Sequence[TensorFrame]
 
 EMBEDDING_PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
 """Of a request that is pooled and normalised in the engine, and samples nothing."""
@@ -77,19 +81,13 @@ class Mailbox:
         self._notified = False
         self.started = time.monotonic()
         self._metrics = RequestMetrics(time.time())
-        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._cached_tokens: int | None = None
 
     # --- IO thread -----------------------------------------------------------------------------------------------
 
     def deliver(
-        self,
-        index: int,
-        tokens: Sequence[int],
-        now: float,
-        finish: FinishReason,
-        extra: Mapping[str, Any],
-        frames: Sequence[TensorFrame],
+        self, index: int, tokens: Sequence[int], now: float, finish: FinishReason, extra: Extra, frames: Frames
     ) -> bool:
         """Take in one row of a step, which came at the monotonic time `now`.
 
@@ -118,7 +116,7 @@ class Mailbox:
     def end(self, finish: FinishName, error: WavecoreError | None = None) -> None:
         """End every choice that still runs."""
         for choice in self._choices:
-            choice.end(finish, error=error)
+            choice.end(finish, error)
 
     def needs_notice(self) -> bool:
         """Whether the consumer is to be told now; True once until it takes."""
@@ -170,14 +168,7 @@ class Mailbox:
         """Whether all has arrived; `take` may not have given it yet."""
         return not [choice for choice in self._choices if choice.finish is None]
 
-    def _feed(
-        self,
-        choice: Choice,
-        tokens: Sequence[int],
-        finish: FinishReason,
-        extra: Mapping[str, Any],
-        frames: Sequence[TensorFrame],
-    ) -> None:
+    def _feed(self, choice: Choice, tokens: Sequence[int], finish: FinishReason, extra: Extra, frames: Frames) -> None:
         if "seed" in extra:
             choice.seed = int(extra["seed"])
         if "cached_tokens" in extra:
@@ -185,8 +176,9 @@ class Mailbox:
         if "pooled" in extra:
             self._embedding = to_numpy(frames[extra["pooled"][0]]).astype(np.float32)
         if "prompt_logprobs" in extra:
-            rows = read_logprobs(frames, extra["prompt_logprobs"], self._decode)
-            self._prompt_logprobs = [*(self._prompt_logprobs or [None]), *rows]
+            self._prompt_logprobs = PromptLogprobs(
+                [to_numpy(frames[i]) for i in extra["prompt_logprobs"]], self._decode
+            )
         logprobs = read_logprobs(frames, extra["logprobs"], self._decode) if "logprobs" in extra else []
         if finish == FinishReason.ERROR:
             choice.feed(tokens, logprobs)

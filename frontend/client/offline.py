@@ -12,6 +12,7 @@ from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.progress_bars import BatchBar, UseTqdm
+from wavecore.transport import forks
 from wavecore.transport.errors import Overloaded, WavecoreError
 
 PAUSE_SECONDS = 0.1  # before an overloaded engine is asked again
@@ -66,6 +67,11 @@ class _Batch:
         self._pause_until = 0.0
         self._progress = time.monotonic()
         self._notifier = ThreadNotifier()
+        forks.tell(self)
+
+    def forked(self) -> None:
+        """In the child all that was sent has ended, and word of it may have stayed behind in the parent."""
+        self._notifier.notify([*self.running])
 
     def send(self) -> None:
         while self._waiting and len(self.running) < self._max_running and time.monotonic() >= self._pause_until:

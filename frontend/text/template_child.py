@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import jinja2.constants
 import jinja2.debug  # noqa: F401
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, UndefinedError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -105,7 +105,12 @@ def _render(source: str, special: list[str], own: dict[str, Any], given: dict[st
     mark, end = unused
     marked = _changed(given, lambda text: known.mark(text, mark))
     content = _mark_end(marked["messages"][-1], end) if continues else ""
-    text = _compiled(source).render({**own, **marked})
+    try:
+        text = _compiled(source).render({**own, **marked})
+    except (TypeError, UndefinedError) as error:
+        if not any(isinstance(message.get("content"), list) for message in given["messages"]):
+            raise
+        raise Invalid(f"hold a list as content, which this template does not take ({error}): give text") from error
     return known.pieces(_cut_at_end(text, end, content) if continues else text, mark)
 
 

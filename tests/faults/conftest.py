@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,7 +56,6 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     ends: list[str | WavecoreError] = field(default_factory=list)
     first: threading.Event = field(default_factory=threading.Event)
-    ended: float = 0.0
     thread: threading.Thread | None = None
 
     @property
@@ -146,7 +144,6 @@ class Deployed:
         except WavecoreError as error:
             stream.ends.append(error)
         finally:
-            stream.ended = time.monotonic()
             stream.first.set()
 
 

@@ -21,7 +21,7 @@ def test_total_deadline(deploy: Any) -> None:
     It ends with finish reason "timeout" and the tokens it has; its blocks are free again.
     """
     with deploy({"step_seconds": 0.02}) as deployed:
-        stream = deployed.stream(1, 4000, timeout=0.3)
+        stream = deployed.stream(1, 4000, timeout=1.0)
         assert stream.end == "timeout"
         assert stream.tokens
         stream.check_prefix()
@@ -32,8 +32,8 @@ def test_queue_deadline(deploy: Any) -> None:
 
     It ends with finish reason "timeout"; those that run are not touched.
     """
-    with deploy({"step_seconds": 0.02}, max_num_seqs=1, max_queue_seconds=0.1) as deployed:
-        first = deployed.stream(1, 25)
+    with deploy({"step_seconds": 0.02}, max_num_seqs=1, max_queue_seconds=0.3) as deployed:
+        first = deployed.stream(1, 60)
         assert first.first.wait(30)
         second = deployed.stream(2, 50)
         assert second.end == "timeout"
@@ -47,7 +47,7 @@ def test_first_token_deadline(deploy: Any) -> None:
     It ends with finish reason "timeout".
     """
     with deploy({"step_seconds": 0.02}, max_num_seqs=1) as deployed:
-        first = deployed.stream(1, 25)
+        first = deployed.stream(1, 60)
         assert first.first.wait(30)
         second = deployed.stream(2, 50, first_token_timeout=0.1)
         assert second.end == "timeout"
@@ -61,7 +61,7 @@ def test_deadline_while_the_engine_says_nothing(deploy: Any) -> None:
     The client ends the request by itself with `RequestTimeout`, five seconds later at most.
     """
     with deploy({"step_seconds": 0.02}, limits=Limits(idle=60)) as deployed:
-        stream = deployed.stream(1, 4000, timeout=0.5)
+        stream = deployed.stream(1, 4000, timeout=2.0)
         assert stream.first.wait(30)
         os.kill(deployed.engine.pid, signal.SIGSTOP)
         assert isinstance(stream.error, RequestTimeout)

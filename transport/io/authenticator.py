@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import zmq
@@ -11,8 +11,8 @@ from zmq.utils import z85
 
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.io.complaints import Complaints
-from wavecore.transport.io.io_thread import IoThread, IoThreadFailed
-from wavecore.transport.io.sockets import ZAP_DOMAIN, ZAP_ENDPOINT, make_socket
+from wavecore.transport.io.io_thread import IoThread, OnFailure
+from wavecore.transport.io.sockets import ZAP_DOMAIN, ZAP_ENDPOINT, Context, make_socket
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +20,7 @@ logger = logging.getLogger(__name__)
 class Authenticator(IoThread):
     """The ZAP handler of one context: answers libzmq's question whether a client's key is in the allow-list."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        server: CurveServer,
-        on_failure: Callable[[IoThreadFailed], object],
-    ) -> None:
+    def __init__(self, context: Context, server: CurveServer, on_failure: OnFailure) -> None:
         super().__init__("authenticator", on_failure)
         self._server = server
         self._complaints = Complaints(logger)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
 
 import zmq
 
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.io.authenticator import Authenticator
 from wavecore.transport.io.complaints import Complaints
-from wavecore.transport.io.io_thread import IoThread, IoThreadFailed
+from wavecore.transport.io.io_thread import IoThread, OnFailure
 from wavecore.transport.io.sockets import endpoint_of, make_context, make_socket
 
 logger = logging.getLogger(__name__)
@@ -39,14 +38,7 @@ class BoundThread(IoThread):
 
     tick_seconds = 1.0
 
-    def __init__(
-        self,
-        name: str,
-        kind: int,
-        address: str,
-        curve: CurveServer | None,
-        on_failure: Callable[[IoThreadFailed], object],
-    ) -> None:
+    def __init__(self, name: str, kind: int, address: str, curve: CurveServer | None, on_failure: OnFailure) -> None:
         super().__init__(name, on_failure)
         self._complaints = Complaints(logger)
         try:

@@ -26,7 +26,7 @@ import zmq
 from wavecore.transport.curve import CurveClient
 from wavecore.transport.errors import EngineDead, Overloaded, ProtocolError, WavecoreError
 from wavecore.transport.io.complaints import Complaints
-from wavecore.transport.io.sockets import Monitor, make_socket
+from wavecore.transport.io.sockets import Context, Monitor, Socket, make_socket
 from wavecore.transport.wire.codec import Frames, decode, encode, total_bytes
 from wavecore.transport.wire.delivery import PIECE_BYTES, Inbox, Outbox
 from wavecore.transport.wire.messages import (
@@ -90,7 +90,7 @@ class Connection:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         poller: zmq.Poller,
         addresses: tuple[str, str],
         curve: CurveClient | None,
@@ -111,7 +111,7 @@ class Connection:
         self._inbox = Inbox()
         self._up = False
         self._silent_ticks = 0
-        self.push: zmq.Socket[bytes] | None = None  # from READY on: who is refused shall cost the engine little
+        self.push: Socket | None = None  # from READY on: who is refused shall cost the engine little
         self.dealer = make_socket(
             self._context, zmq.DEALER, self._addresses[1], identity=self.client_id, curve=self._curve
         )
@@ -274,7 +274,7 @@ class Connection:
             self._emit(Disconnected(reason))
 
 
-def _send(socket: zmq.Socket[bytes], frames: Frames) -> bool:
+def _send(socket: Socket, frames: Frames) -> bool:
     try:
         socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
     except zmq.Again:

@@ -35,6 +35,9 @@ class IoThreadFailed:
     error: BaseException
 
 
+OnFailure = Callable[[IoThreadFailed], object]
+
+
 class IoThread:
     """The life of a thread; what it does in each turn is up to the class that extends this one.
 
@@ -53,7 +56,7 @@ class IoThread:
     tick_seconds = math.inf
     flush_seconds = 0.0
 
-    def __init__(self, name: str, on_failure: Callable[[IoThreadFailed], object]) -> None:
+    def __init__(self, name: str, on_failure: OnFailure) -> None:
         self._on_failure = on_failure
         self._calls: deque[Callable[[], object]] = deque()
         self._due: list[tuple[float, int, Callable[[], object]]] = []  # a heap: monotonic time, number, call

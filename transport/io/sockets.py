@@ -14,7 +14,11 @@ from wavecore.transport.errors import RESOURCE_ERRNOS, ConfigError, ResourceErro
 from wavecore.transport.headroom import check_headroom
 from wavecore.transport.wire.codec import MAX_PACKET_BYTES
 
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+Curve = CurveServer | CurveClient
 HIGH_WATER_MARK = 1000
+MAX_SOCKETS = 1 << 13  # a client has four for each engine, with those that watch its connection
 LINGER_MS = 2000
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks whether a CURVE key may enter
 ZAP_DOMAIN = b"wavecore"
@@ -23,7 +27,7 @@ if zmq.zmq_version_info() < (4, 3, 5):
     raise ImportError(f"libzmq {zmq.zmq_version()} has known holes; 4.3.5 is the least: pip install 'pyzmq>=27'")
 
 
-def check_address(address: str, curve: CurveServer | CurveClient | None) -> str:
+def check_address(address: str, curve: Curve | None) -> str:
     """`parse_address`, and refuse tcp without keys."""
     kind = parse_address(address)
     if kind == "tcp" and curve is None:
@@ -31,26 +35,23 @@ def check_address(address: str, curve: CurveServer | CurveClient | None) -> str:
     return kind
 
 
-def make_context() -> zmq.Context[zmq.Socket[bytes]]:
+def make_context() -> Context:
     """A private context, so that ending it cannot wait for sockets of anyone else in the process.
 
-    One io thread moves several GB/s; MAX_SOCKETS stays at 1023, far above what one process opens.
+    One io thread moves several GB/s.
 
     Raises:
         ResourceError: too few descriptors or threads for it, its owner's thread and some sockets.
     """
     check_headroom("a connection", 20, 3)
-    return zmq.Context(io_threads=1)
+    context = Context(io_threads=1)
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    return context
 
 
 def make_socket(
-    context: zmq.Context[zmq.Socket[bytes]],
-    kind: int,
-    address: str,
-    *,
-    identity: bytes | None = None,
-    curve: CurveServer | CurveClient | None = None,
-) -> zmq.Socket[bytes]:
+    context: Context, kind: int, address: str, *, identity: bytes | None = None, curve: Curve | None = None
+) -> Socket:
     """A bound PULL, ROUTER or REP, or a connected PUSH or DEALER.
 
     Raises:
@@ -88,14 +89,14 @@ def make_socket(
     return socket
 
 
-def endpoint_of(socket: zmq.Socket[bytes]) -> str:
+def endpoint_of(socket: Socket) -> str:
     """The address that was bound, with the port that the system chose."""
     name = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(name, bytes)
     return name.rstrip(b"\0").decode()
 
 
-def _bound(socket: zmq.Socket[bytes]) -> None:
+def _bound(socket: Socket) -> None:
     """Options that every socket has: nothing in libzmq may grow, block or linger without a limit."""
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)  # a stopped peer costs at most this many messages
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -116,7 +117,7 @@ def _bound(socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
 
 
-def _keep_alive(socket: zmq.Socket[bytes]) -> None:
+def _keep_alive(socket: Socket) -> None:
     """A host that vanishes without a FIN is noticed; on ipc the system tells at once."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
@@ -131,7 +132,7 @@ class Monitor:
 
     _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: Socket) -> None:
         self._socket = socket
         self.channel = socket.get_monitor_socket(self._EVENTS)
         self.channel.setsockopt(zmq.LINGER, 0)

@@ -19,12 +19,9 @@ FRAME_LISTS = ("logprobs", "prompt_logprobs", "pooled")  # extras that are posit
 def finish_rows(handles: Iterable[int], reason: FinishReason, code: str = "", message: str = "") -> StepTokens:
     """StepTokens that end each of these requests without another token; `code` and `message` say why."""
     rows = np.fromiter(handles, np.uint32)
-    extras: dict[int, dict[str, Any]] = (
-        {i: {"code": code, "message": message} for i in range(len(rows))} if code else {}
-    )
-    return StepTokens(
-        rows, np.zeros(len(rows), np.uint32), np.empty(0, np.int32), np.full(len(rows), reason, np.uint8), extras
-    )
+    why: dict[str, Any] = {"code": code, "message": message}
+    extras = {i: dict(why) for i in range(len(rows) if code else 0)}
+    return StepTokens(rows, np.zeros_like(rows), np.empty(0, np.int32), np.full(len(rows), reason, np.uint8), extras)
 
 
 def check_step_tokens(value: StepTokens) -> None:

@@ -245,6 +245,20 @@ def test_a_pointer_of_git_lfs_is_named(folder: Path, name: str) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("what", ["a FIFO", "a device"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.gguf", "tokenizer_config.json"])
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(folder: Path, name: str, what: str) -> None:
+    """A device has no end, and nobody may ever write into a FIFO."""
+    path = folder / name
+    if name == "model.gguf":
+        (folder / "model.safetensors").unlink()
+    path.unlink(missing_ok=True)
+    os.mkfifo(path) if what == "a FIFO" else path.symlink_to("/dev/zero")
+    lacks = name == "model.safetensors"
+    with pytest.raises(ModelError, match="lacks weights" if lacks else rf"{name} cannot be read: .*not a regular file"):
+        load(folder)
+
+
 def test_the_same_weights_in_another_form_are_passed_over(folder: Path) -> None:
     for name in ("consolidated.safetensors", "adapter_model.safetensors"):
         (folder / name).write_bytes(b"not looked at")

@@ -98,6 +98,7 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
         (["--disable-tqdm=maybe"], "--disable-tqdm must be true or false"),
         (["--dtype", "int3"], "--dtype must be one of auto, float32"),
         (["--config", "/no/such.yaml"], "--config /no/such.yaml: .*No such file"),
+        (["--config", "/dev/zero"], "--config /dev/zero: .*not a regular file"),
         (["one", "two"], "'one' is one argument too many"),
     ],
 )

@@ -45,5 +45,6 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(ValidationError, match=r"work\.json holds no list of requests"):
             open_work(str(path))
-    with pytest.raises(ValidationError, match="holds no list of requests"):
-        open_work(str(tmp_path))
+    for strange in (str(tmp_path), "/dev/zero"):
+        with pytest.raises(ValidationError, match="holds no list of requests"):
+            open_work(strange)

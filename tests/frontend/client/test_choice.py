@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from wavecore.frontend.client.mailbox import Mailbox, OutputKind, notify
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.outputs import Logprob
+from wavecore.frontend.text.detokenizer import CONTEXT
 from wavecore.frontend.text.logprobs import read_logprobs
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.wire.messages import FinishReason
@@ -192,16 +194,66 @@ def test_what_a_detokenizer_held_back_goes_through_the_stop_strings_and_is_none_
         def flush(self) -> str:
             return "TOP and more"
 
-    def late(stop: str) -> tuple[str, object]:
-        params = SamplingParams(stop=stop)
-        one = Choice(0, params, Late(), keep_all=True)
-        one.feed([1], finish=FinishReason.LENGTH)
+    def late(stop: str, finish: FinishReason = FinishReason.LENGTH, min_tokens: int = 0) -> tuple[str, object, object]:
+        one = Choice(0, SamplingParams(stop=stop, min_tokens=min_tokens), Late(), keep_all=True)
+        one.feed([1], finish=finish)
         output = one.take()
-        return output.text, output.finish_reason
+        return output.text, output.finish_reason, output.stop_reason
 
-    assert late("STOP") == ("", "length")
-    assert late("S") == ("", "stop")
-    assert late("x") == ("STOP and more", "length")
+    assert late("STOP") == ("", "stop", "STOP")
+    assert late("STOP", FinishReason.TIMEOUT) == ("", "timeout", None)
+    assert late("STOP", min_tokens=1) == ("STOP and more", "length", None)  # within min_tokens it is text
+    assert late("S") == ("", "stop", "S")
+    assert late("x") == ("STOP and more", "length", None)
+
+
+def test_a_stop_string_that_only_the_end_completes_is_found() -> None:
+    """U+FFFD stands for bytes that become no character any more, which the end alone shows."""
+    for finish in (FinishReason.LENGTH, FinishReason.STOP):
+        one = choice(stop="a\ufffd", include_stop_str_in_output=True)
+        one.feed([*ids("a"), byte_level().token_to_id("ð")])
+        one.feed([byte_level().token_to_id("<|im_end|>")], finish=finish, reason=2)
+        output = one.take()
+        assert (output.text, output.finish_reason, output.stop_reason) == ("a\ufffd", "stop", "a\ufffd")
+        again = one.take()
+        assert (again.text, again.finish_reason, again.stop_reason) == ("a\ufffd", "stop", "a\ufffd")
+
+
+def test_an_end_without_a_token_hides_none() -> None:
+    one = choice()
+    one.feed(ids("abc"))
+    one.feed([], finish=FinishReason.STOP)
+    assert one.take().text == "abc"
+
+
+def test_text_ends_where_its_detokenizer_failed(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def feed(self, ids: Sequence[int]) -> str:
+            if ids == [7]:
+                raise RuntimeError("no such byte")
+            return "x"
+
+        def flush(self) -> str:
+            return "and more"
+
+    broken = Choice(0, SamplingParams(), Broken(), keep_all=True)
+    for token in (5, 7, 5):
+        broken.feed([token])
+        assert (broken.take().text, broken.told) == ("x", token == 7 or bool(caplog.records))
+    assert len(caplog.records) == 1
+
+    mailbox = mailbox_of()
+    mailbox._choices[0]._detokenizer = Broken()
+    mailbox.deliver(0, [7], NOW, FinishReason.NONE, {}, ())
+    output = mailbox.take()
+    assert output is not None and output.finished and "no such byte" in str(output.error)
+
+
+def test_without_text_stop_strings_stop_nothing() -> None:
+    one = Choice(0, SamplingParams(stop="a"), None, keep_all=True)
+    one.feed(ids("a"))
+    output = one.take()
+    assert (output.text, output.finish_reason, output.token_ids) == ("", None, ids("a"))
 
 
 def test_deltas_hold_the_logprobs_of_their_tokens_alone() -> None:
@@ -264,21 +316,28 @@ def test_latencies_are_those_of_the_first_and_of_the_newest_token(monkeypatch: p
     assert (metrics.first_token_latency, metrics.last_token_latency, metrics.num_generation_tokens) == (1.0, 3.0, 3)
 
 
-def test_prompt_logprobs_that_come_in_parts_are_one_list() -> None:
-    def frames(token: int) -> list[object]:
-        return [
-            from_numpy(np.array([[token, token]], np.int32)),
-            from_numpy(np.array([[-1.0, -1.0]], np.float32)),
-            from_numpy(np.array([1], np.int32)),
-        ]
-
-    mailbox = mailbox_of(prompt=[1, 2, 3], prompt_logprobs=1)
-    for token in (2, 3):
-        mailbox.deliver(0, [], NOW, FinishReason.NONE, {"prompt_logprobs": [0, 1, 2]}, frames(token))  # type: ignore[arg-type]
-    mailbox.deliver(0, [5], NOW, FinishReason.LENGTH, {}, ())
+def test_prompt_logprobs_are_made_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of long prompts would hold up all streams of a program."""
+    decoded: list[int] = []
+    monkeypatch.setattr(Tokenizer, "decode_token", lambda _, token: decoded.append(token) or str(token))
+    frames = (
+        from_numpy(np.array([[2, 2, 9], [3, 8, 7]], np.int32)),
+        from_numpy(np.array([[-1.0, -1.0, -2.0], [-3.0, -0.5, -1.5]], np.float32)),
+        from_numpy(np.array([1, 40], np.int32)),
+    )
+    mailbox = mailbox_of(prompt=[1, 2, 3], prompt_logprobs=2)
+    mailbox.deliver(0, [5], NOW, FinishReason.LENGTH, {"prompt_logprobs": [0, 1, 2]}, frames)
     output = mailbox.take()
-    assert output is not None and output.prompt_logprobs is not None
-    assert [None if e is None else next(iter(e)) for e in output.prompt_logprobs] == [None, 2, 3]
+    assert output is not None and output.prompt_logprobs is not None and decoded == []
+    found = output.prompt_logprobs
+    second = {2: Logprob(-1.0, 1, "2"), 9: Logprob(-2.0, 2, "9")}
+    third = {3: Logprob(-3.0, 40, "3"), 8: Logprob(-0.5, 1, "8"), 7: Logprob(-1.5, 2, "7")}
+    assert found[1] == second and decoded == [2, 9]
+    assert len(found) == 3 and [*found] == found[:] == [None, second, third]
+    assert found[-1] == third and found[1:] == [second, third] and found[::-2] == [third, None]
+    with pytest.raises(IndexError):
+        found[3]
+    assert type(copied := pickle.loads(pickle.dumps(found))) is list and copied == [*found]
 
 
 def test_whole_outputs_show_every_choice_and_deltas_those_with_news() -> None:
@@ -289,6 +348,42 @@ def test_whole_outputs_show_every_choice_and_deltas_those_with_news() -> None:
         assert output is not None and not output.finished
         assert [o.index for o in output.outputs] == shown
         assert mailbox.has_tokens and mailbox.take() is None
+
+
+def test_a_whole_output_that_is_taken_early_is_whole_at_the_end_too() -> None:
+    mailbox = mailbox_of(kind=OutputKind.FINAL, n=2)
+    mailbox.deliver(0, ids("ab"), NOW, FinishReason.LENGTH, {}, ())
+    early = mailbox.take()
+    mailbox.deliver(1, ids("cd"), NOW, FinishReason.LENGTH, {}, ())
+    output = mailbox.take()
+    assert early is not None and output is not None
+    assert [[o.text for o in taken.outputs] for taken in (early, output)] == [["ab", ""], ["ab", "cd"]]
+    assert [early.finished, output.finished] == [False, True]
+
+
+def test_without_detokenize_there_is_no_text() -> None:
+    mailbox = mailbox_of(detokenize=False)
+    mailbox.deliver(0, ids("ab"), NOW, FinishReason.LENGTH, {}, ())
+    output = mailbox.take()
+    assert output is not None and (output.outputs[0].text, output.outputs[0].token_ids) == ("", ids("ab"))
+
+
+def test_a_stop_string_that_is_a_special_token_is_named_as_it_was_given() -> None:
+    end = byte_level().token_to_id("<|im_end|>")
+    mailbox = mailbox_of(stop=["<|im_end|>"])
+    mailbox.deliver(0, [*ids("ab"), end], NOW, FinishReason.STOP, {"stop_token": end}, ())
+    output = mailbox.take()
+    assert output is not None
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("ab", "<|im_end|>")
+
+
+def test_an_embedding_is_float32() -> None:
+    mailbox = mailbox_of(kind=OutputKind.FINAL)
+    values = np.array([0.5, 0.25], np.float16)
+    mailbox.deliver(0, [], NOW, FinishReason.STOP, {"pooled": [1]}, [from_numpy(values[:1]), from_numpy(values)])
+    output = mailbox.take()
+    assert output is not None and output.embedding is not None
+    assert output.embedding.dtype == np.float32 and output.embedding.tolist() == [0.5, 0.25]
 
 
 def test_one_notice_until_it_is_taken_and_all_of_a_notifier_in_one_call() -> None:
@@ -313,12 +408,18 @@ def test_one_notice_until_it_is_taken_and_all_of_a_notifier_in_one_call() -> Non
 
 def test_the_first_word_keeps_its_space_behind_the_prompt() -> None:
     tokenizer = Tokenizer(sentencepiece(), "test")
-    prompt, new = sentencepiece().encode("the").ids, sentencepiece().encode("is").ids
-    request = EngineRequest("r", None, np.array(prompt, np.int32), SamplingParams(), {})
-    mailbox = Mailbox(request, tokenizer, ThreadNotifier(), OutputKind.FINAL)
-    mailbox.deliver(0, new, NOW, FinishReason.LENGTH, {}, ())
-    output = mailbox.take()
-    assert output is not None and output.outputs[0].text == " is"
+    new = sentencepiece().encode("is").ids
+    a_third_of_a_character = sentencepiece().encode("你").ids[1:2]
+    # The last tokens are what counts: the first few of the second prompt end inside a character.
+    for prompt in (
+        sentencepiece().encode("the").ids,
+        [*a_third_of_a_character * CONTEXT, *sentencepiece().encode("the").ids],
+    ):
+        request = EngineRequest("r", None, np.array(prompt, np.int32), SamplingParams(), {})
+        mailbox = Mailbox(request, tokenizer, ThreadNotifier(), OutputKind.FINAL)
+        mailbox.deliver(0, new, NOW, FinishReason.LENGTH, {}, ())
+        output = mailbox.take()
+        assert output is not None and output.outputs[0].text == " is"
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zmq
 from tests.frontend.client.fake_engine import World
 from tests.support.waiting import until
 
@@ -13,6 +15,8 @@ from wavecore.frontend.client import deployment_watch
 from wavecore.frontend.client.client import EngineClient
 from wavecore.transport.curve import create_keys
 from wavecore.transport.errors import ConfigError, ResourceError, StartError, WavecoreError
+from wavecore.transport.headroom import descriptors
+from wavecore.transport.io.sockets import make_context
 from wavecore.transport.processes import deployment
 
 
@@ -21,6 +25,23 @@ def test_a_hostile_file_is_a_typed_error_of_connect(tmp_path: Path, text: str) -
     (tmp_path / deployment.FILE).write_text(text)
     with pytest.raises(StartError, match="not a deployment file"):
         EngineClient(tmp_path)
+
+
+def test_more_engines_than_there_are_descriptors_for_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, limit = descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit - free + 500, hard))
+    try:
+        with pytest.raises(ResourceError, match=r"a client of 100 engines needs 600 file descriptors.*ulimit -n"):
+            World(monkeypatch, engines=100)
+        World(monkeypatch, engines=80).client.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_libzmq_has_sockets_for_all_engines_of_a_deployment() -> None:
+    with make_context() as context:
+        assert context.get(zmq.MAX_SOCKETS) > 4 * deployment.MAX_ENTRIES
 
 
 def test_engines_that_were_not_there_are_nobodys_business(world: World) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,22 @@ from tests.support.tokenizers_for_tests import byte_level
 
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.frontend.client import in_flight
+from wavecore.frontend.client import in_flight, offline
 from wavecore.frontend.client.engines import GRACE_SECONDS, Flight, Stay
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.frontend.client.request import EngineRequest
+from wavecore.frontend.llm import LLM
 from wavecore.frontend.text.tokenizer import Tokenizer
-from wavecore.transport.errors import EngineDead, MessageTooLarge, RequestTimeout, ValidationError, WavecoreError
+from wavecore.transport import forks
+from wavecore.transport.errors import (
+    EngineDead,
+    MessageTooLarge,
+    Overloaded,
+    RequestError,
+    RequestTimeout,
+    ValidationError,
+    WavecoreError,
+)
 from wavecore.transport.wire.messages import Add, FinishReason, Load, Ready
 
 LENGTH = int(FinishReason.LENGTH)
@@ -94,12 +106,12 @@ def test_engines_of_equal_load_take_turns(pair: World) -> None:
     assert [index for index, _ in pair.pump.adds()] == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("wrap", [0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF])
+@pytest.mark.parametrize("wrap", [0xFFFFFFFC, 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF])
 def test_handles_of_choices_stay_within_32_bits(world: World, wrap: int) -> None:
     world.client._requests._next_handle = wrap
     world.submit(n=3)
     first = world.pump.adds()[-1][1].handle
-    assert first + 2 <= in_flight.MAX_HANDLE
+    assert first == (wrap if wrap + 3 <= in_flight.MAX_HANDLE else 1)
     assert set(world.client._requests._rows) == {first, first + 1, first + 2}
 
 
@@ -192,6 +204,133 @@ def test_each_request_that_fails_has_an_error_of_its_own(world: World) -> None:
     assert {world.notifier.wait(5), world.notifier.wait(5)} == set(mailboxes)
     errors = [output_of(mailbox).error for mailbox in mailboxes]
     assert errors[0] is not errors[1] and str(errors[0]) == str(errors[1])
+
+
+class Recorder:
+    """Notes what a notifier is asked to tell, and says whether there is anybody to tell."""
+
+    def __init__(self, there: bool = True) -> None:
+        self.told: list[list[Mailbox]] = []
+        self.there = there
+
+    def notify(self, mailboxes: Sequence[Mailbox]) -> bool:
+        self.told.append(list(mailboxes))
+        return self.there
+
+
+def test_a_request_that_is_read_once_is_looked_at_once(world: World) -> None:
+    """Thousands of an offline batch get a token in each step."""
+    mailbox = world.submit(kind=OutputKind.FINAL)
+    mailbox.notifier = recorder = Recorder()
+    handle = world.pump.adds()[0][1].handle
+    world.pump.step(0, [(handle, [5], 0)])
+    assert recorder.told == []
+    world.pump.step(0, [(handle, [6], LENGTH)])
+    assert recorder.told == [[mailbox]]
+
+
+def test_a_request_that_nobody_can_read_any_more_ends_at_the_engine(world: World) -> None:
+    mailbox, other = world.submit(), world.submit()
+    mailbox.notifier = Recorder(there=False)
+    handles = [add.handle for _, add in world.pump.adds()]
+    world.pump.step(0, [(handle, [5], 0) for handle in handles])
+    assert world.pump.aborted() == handles[:1] and world.client.num_live == 1
+    world.client.abort(other)
+
+
+def test_a_client_that_ends_ends_what_its_io_thread_has_not_seen_yet_and_what_callers_gave_up(world: World) -> None:
+    unseen, given_up = world.submit(), world.submit()
+    requests = world.client._requests
+    requests._forget(requests._flights[unseen])  # as if its submission waited in the queue
+    requests.live.add(unseen)
+    requests.live.discard(given_up)
+    world.client.close()
+    assert isinstance(output_of(unseen).error, RequestError) and isinstance(output_of(given_up).error, RequestError)
+
+
+def test_an_engine_that_is_given_up_is_told_to_end_its_own_requests_alone(pair: World) -> None:
+    for _ in range(4):
+        pair.submit()
+    pair.client._requests.abort_all_at(pair.client._requests._engines[1])
+    assert pair.pump.aborted() == [add.handle for index, add in pair.pump.adds() if index == 1]
+
+
+def test_only_a_second_death_makes_a_request_its_cause(world: World) -> None:
+    """Neither a first death nor an engine that forgot this client and lives."""
+    begun, waiting = world.submit(), world.submit()
+    world.pump.step(0, [(world.pump.adds()[0][1].handle, [5], 0)])
+    world.kill(0)
+    assert "the cause" not in str(output_of(begun).error)
+    world.pump.new_life(0)
+    world.pump.new_session(0)
+    error = output_of(waiting).error
+    assert "forgot" not in str(error) and "ended its requests" in str(error) and "the cause" not in str(error)
+
+
+def test_a_refusal_says_more_than_the_death_before_it(world: World) -> None:
+    mailbox = world.submit()
+    world.kill(0)
+    world.client._requests.fail_waiting(Overloaded("as many clients as it takes"))
+    assert isinstance(output_of(mailbox).error, Overloaded)
+
+
+def test_a_request_is_among_the_living_or_ended_at_every_moment(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork may come between any two steps of its end; the child ends whatever lives."""
+    requests = world.client._requests
+    seen: list[Mailbox] = []
+    end = Mailbox.end
+
+    def ended(mailbox: Mailbox, *args: Any) -> None:
+        assert mailbox in requests.live
+        seen.append(mailbox)
+        end(mailbox, *args)
+
+    failed, refused = world.submit(), world.submit()
+    with monkeypatch.context() as watched:
+        watched.setattr(Mailbox, "end", ended)
+        requests._fail({requests._flights[failed]: EngineDead("gone")})
+        requests.refuse(refused, EngineDead("gone"))
+    assert seen == [failed, refused] and world.client.num_live == 0
+
+
+@pytest.fixture
+def llm(world: World, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """Of requests that end when they are submitted, and of whose ends the word stays in the parent of a fork."""
+
+    def mailbox_of(request: EngineRequest, notifier: Any, kind: OutputKind) -> Mailbox:
+        return Mailbox(request, None, notifier, kind)
+
+    def submit_and_end(mailbox: Mailbox) -> None:
+        submit(mailbox)
+        world.pump.step(0, [(world.pump.adds()[-1][1].handle, [7], LENGTH)])
+
+    submit = world.client.submit
+    monkeypatch.setattr(world.client, "submit", submit_and_end)
+    monkeypatch.setattr(in_flight, "notify", lambda _: [])
+    llm = LLM.__new__(LLM)
+    llm._service = SimpleNamespace(  # type: ignore[assignment]
+        client=world.client, mailbox=mailbox_of, resolved={"max_num_queued_reqs": 100}
+    )
+    return llm
+
+
+def request_of(name: str) -> EngineRequest:
+    params = SamplingParams(temperature=0.0)
+    return EngineRequest(name, None, np.ones(2, np.int32), params, params.to_wire())
+
+
+def test_a_batch_that_is_forked_in_the_middle_of_its_ends_ends_in_the_child_too(llm: LLM) -> None:
+    batch = offline._Batch(llm._service, [request_of("a"), request_of("b")])
+    assert batch in forks._told
+    batch.send()
+    batch.forked()
+    while len(batch.done) < 2:
+        batch.receive()
+    assert [batch.done[i].outputs[0].token_ids for i in range(2)] == [[7], [7]]
+
+
+def test_a_stream_that_is_forked_in_the_middle_of_its_end_ends_in_the_child_too(llm: LLM) -> None:
+    assert [output.outputs[0].token_ids for output in llm._deltas(request_of("a"))] == [[7]]
 
 
 def flight_of(world: World, **options: Any) -> Flight:

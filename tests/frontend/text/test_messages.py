@@ -51,6 +51,15 @@ def test_plain_content_gives_the_tokens_of_the_rendered_text(tokenizer: Tokenize
     assert ids == byte_level().encode(text).ids
 
 
+@pytest.mark.parametrize("template", ["{{ '<' + messages[0].content }}", "{{ messages[0].content.split('a') }}"])
+def test_a_template_that_takes_no_lists_says_so_and_the_way_out(template: str) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    with pytest.raises(ValidationError, match=r"a list as content, which this template does not take .*: give text"):
+        shown(template, parts)
+    with pytest.raises(ValidationError, match="TypeError: can only concatenate"):
+        shown("{{ '<' + messages }}", [ASK])
+
+
 def test_messages_reach_the_template_as_they_are() -> None:
     template = (
         "{% for m in messages %}{{ m.keys() | list }}{{ m.content is none }}{{ m.content is defined }};{% endfor %}"

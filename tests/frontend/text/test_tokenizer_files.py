@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,16 @@ TEXTS = [
 def test_a_name_that_no_path_can_have(name: str) -> None:
     with pytest.raises(ModelError, match="cannot be a path"):
         load_tokenizer(name)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "model.gguf"])
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path: Path, name: str) -> None:
+    folder = write_folder(tmp_path / "tokenizer")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for path in (folder / name if name == "model.gguf" else folder, Path("/dev/zero")):
+        with pytest.raises(ModelError, match=r"cannot be read: .*not a regular file"):
+            load_tokenizer(path)
 
 
 def test_folder(tmp_path: Path) -> None:

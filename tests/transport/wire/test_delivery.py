@@ -19,6 +19,7 @@ from wavecore.transport.errors import ProtocolError
 from wavecore.transport.wire.codec import MAX_MESSAGE_BYTES, Frames, decode, encode, total_bytes
 from wavecore.transport.wire.delivery import (
     PIECE_BYTES,
+    REPORT_BYTES,
     REPORT_MESSAGES,
     WINDOW_BYTES,
     WINDOW_MESSAGES,
@@ -434,6 +435,32 @@ def test_a_hole_is_filled_once_however_often_it_is_reported() -> None:
     assert inbox.report() == (3, True, 1)  # another hole
 
 
+def mark(sent: int, attempt: int) -> Mark:
+    return Mark(EPOCH, CLIENT, sent, attempt)
+
+
+def test_what_a_mark_says_of_a_hole_that_is_not_reported_yet() -> None:
+    for found, gap in ((mark(1, 0), True), (mark(1, 1), False)):  # a question; an attempt, which fills it
+        inbox = Inbox()
+        for number in (1, 3):
+            inbox.accept(number, 1)
+        inbox.take(found, 0)
+        assert inbox.report() == (1, gap, found.attempt)
+
+
+def test_neither_a_question_nor_an_old_message_reports_a_hole_again() -> None:
+    inbox = Inbox()
+    for number in (1, 1):
+        inbox.accept(number, 1)
+    assert inbox.report() == (1, False, 0)
+    inbox.accept(3, 1)
+    assert inbox.report() == (1, True, 0)
+    inbox.take(mark(1, 0), 0)
+    for number in (4, 5):
+        inbox.accept(number, 1)
+        assert inbox.report() == (1, False, 0)
+
+
 def test_the_last_message_is_missed_by_a_mark_alone() -> None:
     inbox, outbox = Inbox(), filled(3)
     inbox.accept(1, 1)
@@ -478,8 +505,12 @@ def test_many_small_or_few_large_messages_are_reported_at_once() -> None:
         assert not inbox.report_due
     inbox.accept(REPORT_MESSAGES, 1)
     assert inbox.report_due and inbox.report() == (REPORT_MESSAGES, False, 0)
-    inbox.accept(REPORT_MESSAGES + 1, 2 << 20)
-    assert inbox.report_due
+    inbox.accept(REPORT_MESSAGES + 1, REPORT_BYTES - 1)
+    assert not inbox.report_due
+    inbox.accept(REPORT_MESSAGES + 2, 1)
+    assert inbox.report_due and inbox.report() == (REPORT_MESSAGES + 2, False, 0)
+    inbox.accept(REPORT_MESSAGES + 3, 1)
+    assert not inbox.report_due
 
 
 class Pieces:

@@ -16,7 +16,7 @@ WITHOUT_PACKAGE = {  # a regular package `kernels` would hide another one of tha
     "kernels": "Operations that models call. Knows tensors, their shapes and strides; leaves requests to the engine.",
     "kernels/attention": "Paged attention in Triton. Knows block tables and tiles; leaves the choice of path to ops.",
     "kernels/reference": "Every kernel again in plain torch: the oracle of tests, and the path where there is no GPU.",
-    "kernels/moe": "Mixtures of experts in Triton. Knows tiles and experts; leaves who has which weights to the engine.",
+    "kernels/moe": "Mixtures of experts in Triton. Knows tiles and experts; leaves who has which weights to others.",
     "kernels/sampling": "From logits to a token in Triton. Knows columns; leaves to the engine who asked for what.",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tests.support.scripted_model import scripted_output
 from tests.support.waiting import until
 
 from wavecore import LLM, AsyncLLM, SamplingParams, StartError, connect
+from wavecore.engine_core.api.devices import visible_gpus
 from wavecore.frontend import fixtures
 from wavecore.frontend.cli import torchrun
 from wavecore.frontend.cli.main import main
@@ -66,11 +68,14 @@ def test_each_launcher_starts_the_same(launcher: Launcher, model: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_each_launcher_with_a_real_model(launcher: Launcher, tiny_llama: Path) -> None:
-    """On two GPUs, or on a shared CPU: the engines give the same tokens."""
-    settings = {"data_parallel_size": 2, "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 4}
-    with deployment(launcher, tiny_llama, num_gpu_blocks_override=64, **settings) as (runtime_dir, _):
+def test_each_launcher_with_a_real_model(launcher: Launcher, ranks: int, tiny_llama: Path) -> None:
+    """On GPUs, where there are enough, else on a shared CPU: the engines give the same tokens."""
+    device = "auto" if len(visible_gpus(os.environ) or ()) >= 2 * ranks else "cpu"
+    settings = {"data_parallel_size": 2, "tensor_parallel_size": ranks, "device": device, "skip_tokenizer_init": True}
+    settings |= {"dtype": "float32", "max_num_seqs": 4, "num_gpu_blocks_override": 64}
+    with deployment(launcher, tiny_llama, **settings) as (runtime_dir, _):
         check_two_engines(read(runtime_dir))
         with connect(runtime_dir) as llm:
             until(lambda: len(llm.step_stats()) == 2)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from wavecore.engine_core.api.config import MEMORY_ADVICE, SLOW_START_ADVICE, EngineConfig
-from wavecore.engine_core.api.devices import places
+from wavecore.engine_core.api.devices import Placement, places
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
@@ -282,21 +282,13 @@ def make_supervisor(
     logs.show(config.log_level)
     # What a custom op's module is imported by: the paths of this program.
     paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
-    advice = MEMORY_ADVICE, SLOW_START_ADVICE
-    groups = [
-        [
-            ChildSpec(
-                f"engine {index}",
-                "wavecore.engine_core",
-                replace(config, device=place.device).to_json(),
-                {**paths, **place.env},
-                *advice,
-                device=place.name,
-            )
-            for place in ranks
-        ]
-        for index, ranks in enumerate(places(config))
-    ]
+
+    def spec(index: int, place: Placement) -> ChildSpec:
+        config_text, env = replace(config, device=place.device).to_json(), {**paths, **place.env}
+        advice = MEMORY_ADVICE, SLOW_START_ADVICE
+        return ChildSpec(f"engine {index}", "wavecore.engine_core", config_text, env, *advice, device=place.name)
+
+    groups = [[spec(index, place) for place in ranks] for index, ranks in enumerate(places(config))]
     limits = limits or Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout)
     where = {"runtime_dir": config.runtime_dir, "address": config.address}
     return Supervisor(groups, limits=limits, on_output=on_output, **where)

@@ -29,7 +29,7 @@ TORCH_FREE = ("frontend", "transport")
 # do not import each other.
 TIERS = {
     "frontend": (
-        ("cli",),
+        ("cli", "fixtures"),
         ("vllm",),
         ("llm",),
         ("async_llm",),

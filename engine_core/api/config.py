@@ -40,7 +40,7 @@ class EngineConfig:
         load_format: "dummy" draws random weights, to try or measure a model of which only config.json is here.
         generation_config: "vllm" leaves what generation_config.json recommends for sampling; its end tokens stay ends.
         dtype: "auto" takes the checkpoint's on a GPU and float32 on a CPU.
-        device: "auto", "cpu", "cuda" or "cuda:N".
+        device: "auto", "cpu", "cuda" or "cuda:N", the visible GPU of this number. Each rank has a GPU of its own.
         seed: base of random seeds for requests without one; None draws entropy.
         max_model_len: longest sequence, prompt and output together; None takes the model's, of LongRoPE the original.
         max_num_seqs: requests that run at once (rows of the batch).
@@ -91,7 +91,8 @@ class EngineConfig:
         shutdown_timeout: seconds to drain on a first SIGTERM or SIGINT.
         custom_ops: kernel name to "module:function" that replaces it.
         tensor_parallel_size: devices of one engine, which share the model. They divide its heads and its MLP evenly.
-        data_parallel_size: engines of one deployment, each with the whole model; requests go to the least loaded.
+        data_parallel_size: engines of one deployment, each with the whole model and devices of its own, or a share of
+            the CPU's threads; requests go to the least loaded.
     """
 
     model: str = "default"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
@@ -10,6 +9,7 @@ from importlib import import_module
 import torch
 
 from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.devices import cuda_number
 from wavecore.engine_core.execution.inspection import Profiler
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.models.decoder import Decoder
@@ -133,14 +133,10 @@ def _register_ops(custom_ops: Mapping[str, str], like: torch.Tensor) -> None:
 
 
 def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if name == "cpu":
+    number = cuda_number(name)
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    found = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
-    if not found:
-        raise ConfigError(f'device {name!r}: give "auto", "cpu", "cuda" or "cuda:N"')
-    index, count = int(found[1] or 0), torch.cuda.device_count()
+    index, count = number or 0, torch.cuda.device_count()
     if index >= count:
         way_out = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or set device cpu"
         raise ConfigError(f"device {name!r}: this process sees {count} CUDA devices; {way_out}")

@@ -75,7 +75,7 @@ def run(args: Sequence[str]) -> int:
     if not args or args[0] != "offline":
         print("usage: wavecore bench offline [--SETTING VALUE ...]", file=sys.stderr)
         return 0 if args and args[0] in ("-h", "--help") else 2
-    parser = CommandParser("bench offline", "", "Measures one batch of requests; end-of-sequence is ignored.")
+    parser = CommandParser("wavecore bench offline", "", "Measures one batch of requests; end-of-sequence is ignored.")
     add_attach(parser)
     parser.option("workload", str, "", "JSON file of requests; without it prompts are random")
     parser.option("num_prompts", int, 32, "random workload: how many")

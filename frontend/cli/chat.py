@@ -16,7 +16,7 @@ HELP = "/reset forgets the conversation, /quit or Ctrl-D ends; Ctrl-C ends an an
 
 
 def run(args: Sequence[str]) -> int:
-    parser = CommandParser("chat", "[MODEL]", f"Talks to the model. {HELP}", words=["model"])
+    parser = CommandParser("wavecore chat", "[MODEL]", f"Talks to the model. {HELP}", words=["model"])
     add_input(parser)
     add_sampling(parser, max_tokens=1024)
     values = parser.parse(args)

@@ -16,7 +16,7 @@ from wavecore.transport.errors import ValidationError
 
 
 def run(args: Sequence[str]) -> int:
-    parser = CommandParser("generate", "PROMPT", "Answers one prompt.", words=["prompt"])
+    parser = CommandParser("wavecore generate", "PROMPT", "Answers one prompt.", words=["prompt"])
     parser.option("prompt", str, "", "the prompt, with or without this flag; - reads standard input")
     add_input(parser)
     parser.option("raw", bool, False, "continue the prompt as it is, without the chat template")

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import FrameType
 
@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": ("frontend.cli.generate", "answer one prompt and stream the answer"),
     "chat": ("frontend.cli.chat", "talk to the model, with history"),
     "engine": ("frontend.cli.engine", "run an engine that other processes attach to"),
+    "status": ("frontend.cli.status", "show running engines, their devices, load and last ends"),
     "run-vllm": ("frontend.cli.run_vllm", "run a program written for vLLM"),
     "bench": ("frontend.cli.bench", "measure: `wavecore bench offline`"),
 }
@@ -35,11 +36,24 @@ def main(args: Sequence[str] | None = None) -> int:
         args: None takes this program's own, and its streams and signals with them.
     """
     if args is None:
-        _own_process()
+        own_process()
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
+    return told(f"wavecore {name}", lambda: _run(name, rest), own=args is None)
+
+
+def told(name: str, run: Callable[[], int], own: bool = True) -> int:
+    """The exit code of a program; an error that it ends with is told in one line.
+
+    Args:
+        name: of the program.
+        own: this process is the program's own.
+    """
     reason, code = "", 0
     try:
-        code = _run(name, rest)
+        try:
+            code = run()
+        except SystemExit as end:  # --help, or a signal
+            code = int(end.code or 0)
         sys.stdout.flush()
     except WavecoreError as error:
         reason, code = str(error), error.exit_code
@@ -48,12 +62,12 @@ def main(args: Sequence[str] | None = None) -> int:
     except OSError as error:
         reason, code = f"cannot use {error.filename or 'the output'}: {error.strerror or error}", 3
     except KeyboardInterrupt:
-        if args is None:
+        if own:
             signal.signal(signal.SIGINT, _end_at_once)
         reason, code = "interrupted", 130
     if reason:
         with contextlib.suppress(OSError):
-            print(f"wavecore {name}: {reason}", file=sys.stderr)
+            print(f"{name}: {reason}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -64,10 +78,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _run(name: str, args: Sequence[str]) -> int:
     if name in COMMANDS:
-        try:
-            return int(import_module(f"wavecore.{COMMANDS[name][0]}").run(args))
-        except SystemExit as end:  # --help, or a signal
-            return int(end.code or 0)
+        return int(import_module(f"wavecore.{COMMANDS[name][0]}").run(args))
     if name in ("-h", "--help", "help", "-V", "--version"):
         print(f"wavecore {VERSION}" if name in ("-V", "--version") else _help())
         return 0
@@ -78,7 +89,7 @@ def _run(name: str, args: Sequence[str]) -> int:
     return 2
 
 
-def _own_process() -> None:
+def own_process() -> None:
     """Streams that are there and show any text, signals that end the program in order, and all descriptors allowed."""
     raise_descriptor_limit()
     for number, name in enumerate(("stdin", "stdout", "stderr")):

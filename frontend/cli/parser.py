@@ -41,14 +41,14 @@ class CommandParser:
     options are flags only, so that one file and one environment fit all commands.
 
     Args:
-        name: of the command.
+        name: of the command, as it is called.
         usage: its own arguments in one line.
         about: one sentence.
         words: options and settings that may be given without their flag, in this order.
     """
 
     def __init__(self, name: str, usage: str, about: str, words: Sequence[str] = ()) -> None:
-        self._usage = f"wavecore {name} {usage} [--SETTING VALUE ...]"
+        self._usage = f"{name} {usage} [--SETTING VALUE ...]"
         self._about = about
         self._words = words
         self._options: dict[str, tuple[type, Any, str]] = {}  # the command's own: kind, default, about
@@ -60,8 +60,11 @@ class CommandParser:
         """An option of the command's own, of a kind in KINDS."""
         self._options[name] = kind, default, about
 
-    def parse(self, args: Sequence[str]) -> Namespace:
+    def parse(self, args: Sequence[str], settings: Mapping[str, Any] = SETTINGS) -> Namespace:
         """Values of all options; ends the program after --help and --print_config.
+
+        Args:
+            settings: all, with what they are where nothing is given.
 
         Raises:
             ConfigError: an unknown or malformed argument; says where it came from.
@@ -85,7 +88,7 @@ class CommandParser:
         if own.get("attach") and theirs:
             name = _flag(theirs[0])
             raise ConfigError(f"{name} is for an engine that is started; the one of --attach has its settings already")
-        merged = {**SETTINGS, **_read_file(own["config"]), **compat.from_environment(), **flagged}
+        merged = {**settings, **_read_file(own["config"]), **compat.from_environment(), **flagged}
         if own["print_config"]:
             print(yaml.safe_dump(merged, sort_keys=False), end="")
             sys.exit(0)

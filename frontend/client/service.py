@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from wavecore.engine_core.api.config import MEMORY_ADVICE, SLOW_START_ADVICE, EngineConfig
+from wavecore.engine_core.api.devices import Placement, places
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
@@ -266,22 +267,31 @@ def _settled(make: Callable[[], Prompt]) -> Prompt:
         raise WavecoreError(f"{error!r} while the prompt was made") from error
 
 
-def make_supervisor(config: EngineConfig, limits: Limits | None = None) -> Supervisor:
+def make_supervisor(
+    config: EngineConfig, limits: Limits | None = None, on_output: Callable[[str, str], None] | None = None
+) -> Supervisor:
     """A supervisor of all engines of a deployment, not started yet. From here on this program logs at their level.
 
     Args:
         limits: None takes those of the settings.
+        on_output: see `Supervisor`.
+
+    Raises:
+        ConfigError: too few GPUs for all engines.
     """
     logs.show(config.log_level)
     # What a custom op's module is imported by: the paths of this program.
     paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
-    engines = [
-        ChildSpec(f"engine {i}", "wavecore.engine_core", config.to_json(), paths, MEMORY_ADVICE, SLOW_START_ADVICE)
-        for i in range(config.data_parallel_size)
-    ]
-    groups = [[engine] * config.tensor_parallel_size for engine in engines]
+
+    def spec(index: int, place: Placement) -> ChildSpec:
+        config_text, env = replace(config, device=place.device).to_json(), {**paths, **place.env}
+        advice = MEMORY_ADVICE, SLOW_START_ADVICE
+        return ChildSpec(f"engine {index}", "wavecore.engine_core", config_text, env, *advice, device=place.name)
+
+    groups = [[spec(index, place) for place in ranks] for index, ranks in enumerate(places(config))]
     limits = limits or Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout)
-    return Supervisor(groups, runtime_dir=config.runtime_dir, address=config.address, limits=limits)
+    where = {"runtime_dir": config.runtime_dir, "address": config.address}
+    return Supervisor(groups, limits=limits, on_output=on_output, **where)
 
 
 def _tokenizer(resolved: Mapping[str, Any], own: Path | None) -> Tokenizer | None:

@@ -38,6 +38,10 @@ def test_frontend_is_torch_free() -> None:
     assert "torch" not in modules_after(code)
 
 
+def test_helpers_for_tests_need_pytest_only_where_they_skip() -> None:
+    assert not modules_after("import wavecore.testing") & {"torch", "pytest", "_pytest"}
+
+
 def test_public_names_are_all_there() -> None:
     for name in wavecore.__all__:
         if name != "register_op":  # lives beside the kernels and needs torch

@@ -30,7 +30,7 @@ def nothing_left(folder: Path) -> Iterator[None]:
     yield
     gc.collect()  # an exception that was caught keeps its frames, and they all that a test made
     for found in gc.get_objects():
-        if isinstance(found, TemplateProcesses):
+        if type(found) is TemplateProcesses:  # `isinstance` asks objects, and some answer with a warning
             found.close()  # kept warm for the next chat
     RuntimeDir(None).remove()  # what a killed supervisor left, the next start removes
     # An object that was dropped ends its engine beside what follows, so all of this may take a moment.

@@ -57,9 +57,7 @@ class SupervisedChild:
     """
 
     def __init__(self, args: argparse.Namespace, memory_advice: str = MORE_MEMORY) -> None:
-        # Linux's own watch works even if the GIL is stuck. It fires when the *thread* that spawned us ends:
-        # the supervisor spawns from its own thread, which lives as long as its children.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         threading.Thread(target=_end_with, args=(args.parent_fd,), name="parent watch", daemon=True).start()
         faulthandler.enable()
         faulthandler.register(STACKS_SIGNAL)
@@ -114,6 +112,14 @@ class SupervisedChild:
         ):  # a dead parent hears nothing, and this process ends soon
             while data:
                 data = data[os.write(self._status_fd, data) :]
+
+
+def die_with_parent() -> None:
+    """Have Linux kill this process when its parent ends, however stuck this one may be.
+
+    It does so when the *thread* that spawned us ends: the supervisor spawns from its own, which outlives its children.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with(parent_fd: int) -> None:

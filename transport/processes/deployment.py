@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -63,7 +64,7 @@ class RankEntry:
     """One process of an engine.
 
     Attributes:
-        device: what it computes on, as torch names it; empty until it is ready.
+        device: what it computes on, for people: "GPU 1", "GPU-8f3a2c1e", "cpu".
         state: starting, ready, or ended.
     """
 
@@ -87,6 +88,7 @@ class EngineEntry:
         cause: of its last death, kept until it is ready again.
         restarts: how often it was started again.
         ranks: the processes of its present or last life.
+        last_cause: of its last death, also when it is ready again.
     """
 
     index: int
@@ -99,6 +101,7 @@ class EngineEntry:
     cause: Cause | None = None
     restarts: int = 0
     ranks: tuple[RankEntry, ...] = ()
+    last_cause: Cause | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +238,14 @@ def read(runtime_dir: str | Path | Address) -> Deployment:
 def _dead(engine: EngineEntry, gone: Cause) -> EngineEntry:
     ranks = tuple(replace(rank, state="ended") for rank in engine.ranks)
     return replace(engine, state="dead", cause=engine.cause or gone, ranks=ranks)
+
+
+def running() -> list[Path]:
+    """The runtime directories of this user's running deployments, wherever they lie: a supervisor has the lock open."""
+    files = [file.path for process in psutil.process_iter(["open_files"]) for file in process.info["open_files"] or ()]
+    found = {Path(file).parent for file in files if file.endswith(f"/{LOCK}")}
+    ours = (path for path in found if (path / FILE).exists() and path.stat().st_uid == os.geteuid())
+    return sorted(path for path in ours if is_held(path))
 
 
 def why_dead(runtime_dir: str | Path | Address, index: int, epoch: bytes) -> Cause | None:

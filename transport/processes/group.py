@@ -90,7 +90,7 @@ class Group:
         limits: how long things may take.
         selector: gets the ranks' descriptors, with the method to call as data.
         on_phase: called with (index, phase, fraction) while rank 0 starts.
-        on_output: called with each line that a rank prints.
+        on_output: called with a rank's name and each line that it prints.
 
     Attributes:
         entry: its line of the deployment; replaced, never changed.
@@ -109,7 +109,7 @@ class Group:
         limits: Limits,
         selector: selectors.BaseSelector,
         on_phase: Callable[[int, str, float], None],
-        on_output: Callable[[str], None],
+        on_output: Callable[[str, str], None],
     ) -> None:
         self.entry = EngineEntry(index, server_key=server_key)
         self.resolved: Mapping[str, Any] = {}
@@ -202,7 +202,7 @@ class Group:
                     selector=self._selector,
                     on_phase=partial(self._on_phase, ours.index) if rank == 0 else lambda *_: None,
                     on_change=self._on_change,
-                    on_output=self._on_output,
+                    on_output=partial(self._on_output, self._name(rank)),
                 )
                 self._ranks.append(rank_process)
 
@@ -281,7 +281,7 @@ class Group:
         down = f"stays down after {MAX_FAILED_STARTS} failed starts in a row"
         then = down if delay is None else f"is started again in {delay:g} s"
         logger.error("%s ended and %s: %s", self._specs[0].name, then, cause.message)
-        self._change(state="failed" if delay is None else "waiting", cause=cause)
+        self._change(state="failed" if delay is None else "waiting", cause=cause, last_cause=cause)
         if cause.phase == "bind" and not cause.signal:  # its port was taken meanwhile: take a new one
             self._change(input="", output="")
         if delay is not None:

@@ -51,6 +51,7 @@ class ChildSpec:
             from whoever knows the config.
         argv: further arguments of the module.
         fds: (name, descriptor) of what it inherits besides; it hears the numbers as `--NAME-fd NUMBER`.
+        device: what it computes on, for people.
     """
 
     name: str
@@ -61,6 +62,7 @@ class ChildSpec:
     slow_start_advice: str = ""
     argv: Sequence[str] = ()
     fds: Sequence[tuple[str, int]] = ()
+    device: str = ""
 
 
 class Child:

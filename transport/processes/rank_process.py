@@ -65,7 +65,7 @@ class RankProcess:
         self.cause: Cause | None = None
         self._spec, self._selector, self._on_phase, self._on_change = spec, selector, on_phase, on_change
         self.child = Child(spec)
-        self.entry = RankEntry(rank, self.child.pid)
+        self.entry = RankEntry(rank, self.child.pid, spec.device)
         self._status, self._log = LineReader(self.child.status_fd), LineReader(self.child.log_fd)
         self._pipes = ((self._status, self._on_status), (self._log, on_output))
         selector.register(self.child.pidfd, selectors.EVENT_READ, self._on_end)
@@ -148,8 +148,10 @@ class RankProcess:
             elif "ready" in said:
                 found = from_plain(EngineEntry, {**said["ready"], "index": 0})
                 self.resolved = table(said["ready"]["resolved"])
-                values = {"device": self.resolved.get("device", ""), "state": "ready"}
-                self.entry = from_plain(RankEntry, {**asdict(self.entry), **values})
+                # It counts the GPUs that it sees, and so calls its own "cuda:0"; whether it uses one it knows best.
+                own = self.resolved.get("device", "")
+                device = own if own == "cpu" else self._spec.device or own
+                self.entry = from_plain(RankEntry, {**asdict(self.entry), "device": device, "state": "ready"})
                 self.phase, self.endpoints = "serve", found
         except (ProtocolError, KeyError, TypeError) as error:  # a child that was killed in the middle of a line, too
             logger.warning("%s said %.200r, which is no status: %s", self._spec.name, line, error)

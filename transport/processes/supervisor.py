@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -60,6 +61,8 @@ class Supervisor:
         runtime_dir: see runtime_dir.RuntimeDir.
         address: None binds ipc sockets in the runtime directory; "tcp://HOST[:PORT]" that interface, with CURVE.
         limits: how long things may take.
+        on_output: called in the supervisor's thread, which it must not block, with a rank's name and each line that it
+            prints; these lines go to stderr as well.
 
     Example:
         with Supervisor([[ChildSpec("engine 0", "wavecore.engine_core", config.to_json())]]) as supervisor:
@@ -73,9 +76,10 @@ class Supervisor:
         runtime_dir: str | None = None,
         address: str | None = None,
         limits: Limits | None = None,
+        on_output: Callable[[str, str], None] | None = None,
     ) -> None:
         self._specs, self._where, self._address = tuple(groups), runtime_dir, address
-        self._limits = limits or Limits()
+        self._limits, self._on_output = limits or Limits(), on_output
         self._dir: RuntimeDir | None = None
         self._deployment = Deployment("starting", os.getpid(), (), started=time.time())
         self._written: object = None  # what was written last, and when: another time means that somebody changed it
@@ -261,10 +265,15 @@ class Supervisor:
                 limits=self._limits,
                 selector=selector,
                 on_phase=lambda *phase: self._phases.put(phase),
-                on_output=output.put,
+                on_output=partial(self._show, output),
             )
             for index, specs in enumerate(self._specs)
         ]
+
+    def _show(self, output: LineWriter, name: str, line: str) -> None:
+        output.put(line)
+        if self._on_output is not None:
+            self._on_output(name, line)
 
     def _loop(self, folder: RuntimeDir, selector: selectors.BaseSelector, groups: list[Group]) -> None:
         for group in groups:

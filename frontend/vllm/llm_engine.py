@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from wavecore.engine_core.api.request_options import RequestOptions
@@ -14,9 +14,10 @@ from wavecore.frontend.client.utilities import Inspection
 from wavecore.frontend.compat import refused
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.prompts import as_prompt
+from wavecore.frontend.vllm.arguments import as_in_vllm, one_prompt
 from wavecore.frontend.vllm.engine_args import EngineArgs
 from wavecore.frontend.vllm.model_config import VllmConfig
-from wavecore.frontend.vllm.params import OUTPUT_KINDS, SamplingParams, our_arguments
+from wavecore.frontend.vllm.params import OUTPUT_KINDS, SamplingParams
 from wavecore.transport.errors import ValidationError
 
 
@@ -40,9 +41,21 @@ class LLMEngine(Inspection):
 
     from_vllm_config = from_engine_args
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **given: Any) -> str:
-        options = RequestOptions(**our_arguments(given))
-        request = self._service.prepare(as_prompt(prompt), params.checked(), options, request_id=request_id)
+    reset_prefix_cache = as_in_vllm(Inspection.reset_prefix_cache)
+    start_profile = as_in_vllm(Inspection.start_profile)
+
+    @as_in_vllm
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        prompt_text: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> str:
+        prompt = as_prompt(one_prompt(self._service, prompt, prompt_text, tokenization_kwargs))
+        request = self._service.prepare(prompt, params.checked(), RequestOptions(**more), request_id=request_id)
         if request_id in self._running:
             raise ValidationError("request_id", f"{request_id!r:.60} is the id of a request that runs")
         mailbox = self._service.mailbox(request, self._notifier, OUTPUT_KINDS[params.output_kind])
@@ -74,7 +87,7 @@ class LLMEngine(Inspection):
     def get_num_unfinished_requests(self) -> int:
         return len(self._running)
 
-    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+    def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:  # noqa: ARG002
         """End requests; nothing more of them is told."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if mailbox := self._running.pop(request_id, None):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.compat import FOREIGN_ARGUMENTS, SIGNATURES, check_foreign
-from wavecore.frontend.prompts import as_prompt, as_prompts, token_ids
+from wavecore.frontend.prompts import Prompt, as_prompt, as_prompts, token_ids
 from wavecore.frontend.vllm.params import PoolingParams
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -80,16 +80,12 @@ def encoded(service: Service, prompts: Any, tokenization_kwargs: Mapping[str, An
     return [p if text is None else replace(p, ids=token_ids(encode(text, False))) for p, text in found]
 
 
-def one_prompt(
-    service: Service, prompt: Any, prompt_text: str | None, tokenization_kwargs: Mapping[str, Any] | None
-) -> Any:
+def one_prompt(service: Service, prompt: Any, prompt_text: str | None, tokenization_kwargs: Any) -> Prompt:
     """The prompt of a call for one request.
 
     Args:
         prompt_text: shown in outputs where the prompt is token ids.
         tokenization_kwargs: as of `encoded`.
     """
-    [prompt] = encoded(service, [prompt], tokenization_kwargs)
-    if prompt_text is not None and (ids := as_prompt(prompt).ids) is not None:
-        return {"prompt_token_ids": ids, "prompt": prompt_text}
-    return prompt
+    found = as_prompt(*encoded(service, [prompt], tokenization_kwargs))
+    return found if prompt_text is None or found.ids is None else replace(found, text=prompt_text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Self
 
@@ -73,13 +73,12 @@ class AsyncLLM(own.AsyncLLM):
         self,
         prompt: Any,
         sampling_params: Any = None,
-        request_id: str | None = None,
-        prompt_text: str | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
+        request_id: Any = None,
+        tokenization_kwargs: Any = None,
         **more: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """As `wavecore.AsyncLLM.generate`; `prompt_text` and `tokenization_kwargs` as of `one_prompt`."""
-        prompt = one_prompt(self._service, prompt, prompt_text, tokenization_kwargs)
+        prompt = one_prompt(self._service, prompt, more.pop("prompt_text", None), tokenization_kwargs)
         kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)
         more = {"output_kind": OUTPUT_KINDS[kind], **more}
         return super().generate(prompt, checked(sampling_params), request_id, **more)
@@ -91,10 +90,7 @@ class AsyncLLM(own.AsyncLLM):
 
     reset_prefix_cache = as_in_vllm(own.AsyncLLM.reset_prefix_cache)
     start_profile = as_in_vllm(own.AsyncLLM.start_profile)
-
-    async def abort(self, request_id: str | Sequence[str], internal: bool = False) -> None:  # noqa: ARG002
-        """End requests by their ids, which are the caller's own."""
-        await super().abort(request_id)
+    abort = as_in_vllm(own.AsyncLLM.abort)
 
     def get_tokenizer(self) -> Tokenizer:  # type: ignore[override]
         return self._service.need_tokenizer("get_tokenizer")

@@ -57,7 +57,7 @@ def beam_search(
     service: Service,
     prompts: Sequence[Prompt],
     params: BeamSearchParams,
-    use_tqdm: bool,
+    use_tqdm: bool = False,
     concurrency_limit: int | None = None,
 ) -> list[BeamSearchOutput]:
     """Search for each prompt, for so many of them together.

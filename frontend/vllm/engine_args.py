@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from inspect import Parameter, Signature, signature
+from inspect import Signature, signature
 from typing import Any, Self, TypeVar
 
 from wavecore.frontend.compat import FOREIGN, SETTINGS, SHORT_FLAGS, SWITCHES, from_environment, yaml_value
@@ -63,9 +63,8 @@ class AsyncEngineArgs(EngineArgs):
 
 def shows_settings(init: Init) -> Init:
     """An `__init__` that shows all settings to `inspect`; older names of them are taken as well."""
-    own, more = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), Parameter("settings", Parameter.VAR_KEYWORD)
-    shown = Signature([own, *signature(EngineArgs).parameters.values(), more])
-    init.__signature__ = shown  # type: ignore[attr-defined]
+    own, _, more = signature(init).parameters.values()
+    init.__signature__ = Signature([own, *signature(EngineArgs).parameters.values(), more])  # type: ignore[attr-defined]
     return init
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Self
 
 from wavecore.engine_core.api.request_options import RequestOptions
@@ -13,7 +13,6 @@ from wavecore.frontend.client.service import Service
 from wavecore.frontend.client.utilities import Inspection
 from wavecore.frontend.compat import refused
 from wavecore.frontend.outputs import RequestOutput
-from wavecore.frontend.prompts import as_prompt
 from wavecore.frontend.vllm.arguments import as_in_vllm, one_prompt
 from wavecore.frontend.vllm.engine_args import EngineArgs
 from wavecore.frontend.vllm.model_config import VllmConfig
@@ -46,15 +45,9 @@ class LLMEngine(Inspection):
 
     @as_in_vllm
     def add_request(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        prompt_text: str | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        **more: Any,
+        self, request_id: str, prompt: Any, params: SamplingParams, tokenization_kwargs: Any = None, **more: Any
     ) -> str:
-        prompt = as_prompt(one_prompt(self._service, prompt, prompt_text, tokenization_kwargs))
+        prompt = one_prompt(self._service, prompt, more.pop("prompt_text", None), tokenization_kwargs)
         request = self._service.prepare(prompt, params.checked(), RequestOptions(**more), request_id=request_id)
         if request_id in self._running:
             raise ValidationError("request_id", f"{request_id!r:.60} is the id of a request that runs")
@@ -87,7 +80,8 @@ class LLMEngine(Inspection):
     def get_num_unfinished_requests(self) -> int:
         return len(self._running)
 
-    def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:  # noqa: ARG002
+    @as_in_vllm
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; nothing more of them is told."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if mailbox := self._running.pop(request_id, None):

@@ -158,7 +158,6 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
-    is_3d_lora_weight: bool = False
 
 
 UsageContext = Enum("UsageContext", ["UNKNOWN_CONTEXT", "LLM_CLASS", "API_SERVER", "ENGINE_CONTEXT"])

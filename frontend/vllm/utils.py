@@ -7,7 +7,7 @@ import logging
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 init_logger = logging.getLogger
@@ -37,24 +37,16 @@ def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> Non
 
 
 class Platform:
-    """What programs ask of the machine: a GPU of NVIDIA's, or a CPU."""
+    """What programs ask of the machine: its `device_type`, "cuda" or "cpu"; is_cuda(), is_rocm() and the like."""
 
     @property
     def device_type(self) -> str:
         return "cuda" if import_module("torch").cuda.is_available() else "cpu"
 
-    def is_cuda(self) -> bool:
-        return self.device_type == "cuda"
-
-    is_cuda_alike = is_cuda
-
-    def is_cpu(self) -> bool:
-        return not self.is_cuda()
-
-    def is_rocm(self) -> bool:
-        return False
-
-    is_tpu = is_xpu = is_rocm
+    def __getattr__(self, name: str) -> Callable[[], bool]:
+        if not name.startswith("is_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return lambda: self.device_type == name[3:].removesuffix("_alike")
 
 
 current_platform = Platform()

@@ -193,6 +193,12 @@ def test_without_detokenize_there_is_no_text_anywhere(llm: LLM, tokens: list[int
     assert {entry.decoded_token for position in found.logprobs for entry in position.values()} == {None}
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_log_probabilities_of_the_whole_vocabulary_are_refused_with_the_way_out(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"^{name}: at most 64 .*prompt_logprobs=0"):
+        SamplingParams(**{name: -1})
+
+
 @pytest.mark.parametrize("asked", [65, -2, 1.5, "one"])
 def test_log_probabilities_out_of_bounds(llm: LLM, asked: Any) -> None:
     with pytest.raises(ValueError, match="logprobs"):

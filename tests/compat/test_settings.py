@@ -152,7 +152,7 @@ def test_short_flags_are_those_of_vllm() -> None:
 
 @pytest.mark.parametrize(("cuda", "device"), [(True, "cuda:1"), (False, "auto")])
 def test_a_rank_of_a_program_s_own_has_its_gpu(cuda: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Platform, "is_cuda", lambda _: cuda)
+    monkeypatch.setattr(Platform, "device_type", "cuda" if cuda else "cpu")
     monkeypatch.setenv("VLLM_DP_RANK_LOCAL", "1")
     assert engine_config(EngineArgs("there").settings()).device == device
     assert engine_config(EngineArgs("there", device="cpu").settings()).device == "cpu"

@@ -157,7 +157,6 @@ class LoRARequest:
     lora_int_id: int
     lora_path: str = ""
     base_model_name: str | None = None
-    load_inplace: bool = False
 
 
 UsageContext = Enum("UsageContext", ["UNKNOWN_CONTEXT", "LLM_CLASS", "API_SERVER", "ENGINE_CONTEXT"])

@@ -6,6 +6,7 @@ All on one small random Llama. Greedy continuations of PROMPT are long enough, a
 from __future__ import annotations
 
 import copy
+import json
 import math
 from itertools import chain
 from pathlib import Path
@@ -18,6 +19,7 @@ from wavecore import NotSupportedError, ValidationError
 from wavecore.vllm import LLM, PoolingParams, RequestOutput, SamplingParams, TokensPrompt
 from wavecore.vllm.sampling_params import BeamSearchParams, RequestOutputKind
 
+FIELDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("vllm_names.json").read_text())["outputs"]
 PROMPT = [5, 6, 7, 8]
 EOS = 7
 LENGTH = 12
@@ -419,6 +421,19 @@ def test_scores_are_cosines_of_embeddings(llm: LLM, first: list[str]) -> None:
     expected = [embedded[i % len(first)] @ embedded[len(first) + i] for i in range(2)]
     assert [output.outputs.score for output in scores] == pytest.approx(expected, abs=1e-6)
     assert all(output.finished and output.prompt_token_ids for output in scores)
+
+
+def test_outputs_have_the_fields_of_vllm_s(llm: LLM) -> None:
+    generated = one(llm, logprobs=1)
+    assert generated.outputs[0].logprobs is not None
+    [logprob] = generated.outputs[0].logprobs[0].values()
+    [embedded] = llm.embed(PROMPT, use_tqdm=False)
+    [scored] = llm.score("a", "b", use_tqdm=False)
+    outputs = [generated, generated.outputs[0], logprob, embedded, embedded.outputs, scored.outputs]
+    assert {type(output).__name__ for output in outputs} == FIELDS.keys()
+    for output in outputs:
+        assert [name for name in FIELDS[type(output).__name__] if not hasattr(output, name)] == []
+    assert (embedded.outputs.hidden_size, embedded.num_cached_tokens) == (48, 0)
 
 
 def test_scores_that_cannot_be(llm: LLM) -> None:

@@ -13,7 +13,7 @@ from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.frontend.vllm.arguments import as_in_vllm, one_prompt
 from wavecore.frontend.vllm.engine_args import EngineArgs, own_defaults, shows_settings
-from wavecore.frontend.vllm.model_config import ModelConfig, VllmConfig
+from wavecore.frontend.vllm.model_config import VllmConfig
 from wavecore.frontend.vllm.params import OUTPUT_KINDS, RequestOutputKind, checked
 from wavecore.transport.errors import WavecoreError
 
@@ -58,8 +58,8 @@ class AsyncLLM(own.AsyncLLM):
 
     def _attach(self, service: Service) -> None:
         super()._attach(service)
-        self.tokenizer, self.vllm_config = service.tokenizer, VllmConfig.of(service.resolved)
-        self.model_config: ModelConfig = self.vllm_config.model_config
+        self.vllm_config = VllmConfig.of(service.resolved, len(service.client.engines))
+        self.tokenizer, self.model_config = service.tokenizer, self.vllm_config.model_config
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> Self:  # type: ignore[override]

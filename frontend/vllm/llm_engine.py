@@ -29,8 +29,8 @@ class LLMEngine(Inspection):
 
     def __init__(self, service: Service, owner: own.LLM | None = None) -> None:
         self._service, self._owner = service, owner
-        self.tokenizer, self.vllm_config = service.tokenizer, VllmConfig.of(service.resolved)
-        self.model_config = self.vllm_config.model_config
+        self.vllm_config = VllmConfig.of(service.resolved, len(service.client.engines))
+        self.tokenizer, self.model_config = service.tokenizer, self.vllm_config.model_config
         self._notifier, self._running = ThreadNotifier(), dict[str, Mailbox]()
 
     @classmethod

@@ -17,6 +17,7 @@ import pytest
 
 from wavecore import NotSupportedError, ValidationError
 from wavecore.vllm import LLM, PoolingParams, RequestOutput, SamplingParams, TokensPrompt
+from wavecore.vllm.config import VllmConfig
 from wavecore.vllm.sampling_params import BeamSearchParams, RequestOutputKind
 
 FIELDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("vllm_names.json").read_text())["outputs"]
@@ -450,6 +451,8 @@ def test_facts_of_the_engine_under_vllm_s_names(llm: LLM) -> None:
     assert llm.llm_engine.tokenizer is llm.get_tokenizer() and config is llm.llm_engine.model_config
     assert llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 16
     assert llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size == 1
+    assert llm.llm_engine.vllm_config.parallel_config.data_parallel_size == 1
+    assert VllmConfig.of(config.resolved, 2).parallel_config.data_parallel_size == 2
     with pytest.raises(AttributeError):
         config.max_model_len = 3
 

@@ -133,12 +133,13 @@ def test_all_settings_as_flags_give_the_settings_of_vllm() -> None:
     assert engine_config(args.settings()).model == "there"
 
 
-@pytest.mark.parametrize("name", sorted(SWITCHES & set(ENGINE_ARGS)))
-def test_a_switch_is_a_flag_without_a_value(name: str) -> None:
+@pytest.mark.parametrize(("negated", "value"), [("", True), ("no-", False)])
+def test_switches_are_flags_without_a_value(negated: str, value: bool) -> None:
+    names = SWITCHES & set(ENGINE_ARGS)
+    assert {"enable_prefix_caching", "async_scheduling", "enforce_eager", "disable_cascade_attn"} <= names
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    flag = name.replace("_", "-")
-    assert getattr(parser.parse_args([f"--{flag}"]), name) is True
-    assert getattr(parser.parse_args([f"--no-{flag}"]), name) is False
+    found = vars(parser.parse_args([f"--{negated}{name.replace('_', '-')}" for name in names]))
+    assert {name: found[name] for name in names} == dict.fromkeys(names, value)
 
 
 def test_short_flags_are_those_of_vllm() -> None:

@@ -156,7 +156,6 @@ class LoRARequest:
     lora_name: str
     lora_int_id: int
     lora_path: str = ""
-    base_model_name: str | None = None
 
 
 UsageContext = Enum("UsageContext", ["UNKNOWN_CONTEXT", "LLM_CLASS", "API_SERVER", "ENGINE_CONTEXT"])

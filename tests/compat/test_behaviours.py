@@ -452,7 +452,8 @@ def test_facts_of_the_engine_under_vllm_s_names(llm: LLM) -> None:
     assert llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 16
     assert llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size == 1
     assert llm.llm_engine.vllm_config.parallel_config.data_parallel_size == 1
-    assert VllmConfig.of(config.resolved, 2).parallel_config.data_parallel_size == 2
+    other = VllmConfig.of({**config.resolved, "tensor_parallel_size": 4}, 2).parallel_config
+    assert (other.tensor_parallel_size, other.data_parallel_size, other.world_size) == (4, 2, 4)
     with pytest.raises(AttributeError):
         config.max_model_len = 3
 

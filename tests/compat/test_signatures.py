@@ -71,7 +71,7 @@ def test_a_pooling_parameter_is_taken_at_its_default_or_refused(name: str) -> No
 
 
 def test_what_is_refused_where_it_is_used_can_be_made() -> None:
-    assert LoRARequest("a", 1, "there", base_model_name="b").lora_name == "a"
+    assert LoRARequest("a", 1, "there").lora_name == "a"
     assert BeamSearchParams(2, 3, watermarking=None).beam_width == 2
     choice = StructuredOutputsParams(choice=["yes", "no"])
     with pytest.raises(ValueError, match=r"^structured_outputs=StructuredOutputsParams\(.*allowed_token_ids"):

@@ -81,6 +81,7 @@ def _resolved(config: EngineConfig, info: RunnerInfo) -> dict[str, Any]:
         "max_num_batched_tokens",
         "max_num_queued_reqs",
         "enable_prefix_caching",
+        "tensor_parallel_size",
     )
     return {name: getattr(config, name) for name in told} | asdict(info)
 

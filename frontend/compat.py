@@ -10,7 +10,7 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,14 @@ FOREIGN_SAMPLING: Mapping[str, Mapping[str, Any]] = _TABLES["sampling"]
 """A sampling parameter that is vLLM's alone -> the same."""
 FOREIGN_ARGUMENTS: Mapping[str, Mapping[str, Any]] = _TABLES["arguments"]
 """An argument of vLLM's calls -> the same."""
+FOREIGN_POOLING: Mapping[str, Mapping[str, Any]] = _TABLES["pooling"]
+"""A pooling parameter of vLLM -> the same."""
+STRUCTURED_OUTPUTS: Mapping[str, Any] = _TABLES["structured_outputs"]
+"""A field of vLLM's StructuredOutputsParams -> its default."""
+SIGNATURES: Mapping[str, Sequence[str]] = _TABLES["signatures"]
+"""A method -> the parameters that vLLM's has, as `frontend/vllm/arguments.py` reads them."""
+SHORT_FLAGS: Mapping[str, Sequence[str]] = _TABLES["short_flags"]
+"""A setting -> the flags that vLLM has for it beside its name."""
 METRICS: Mapping[str, Mapping[str, str]] = _TABLES["metrics"]
 """vLLM's name of what is counted -> its name in `step_stats`, by kind."""
 ANY = "any"
@@ -49,6 +57,7 @@ GROUPS = frozenset(_TABLES["groups"])
 """Headings under which other systems' files keep their settings; ours need none."""
 ENVIRONMENT = "WAVECORE_"
 SETTINGS = defaults(EngineConfig)
+SWITCHES = FOREIGN_SWITCHES | {name for name, default in SETTINGS.items() if isinstance(default, bool)}
 
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:

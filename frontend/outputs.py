@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +54,7 @@ class CompletionOutput:
     seed: int | None = None
     error: WavecoreError | None = None
     # Of what vLLM has and we do not, so that it can be read
-    lora_request: ClassVar[None] = None
-    routed_experts: ClassVar[None] = None
+    lora_request = routed_experts = sampling_mask = spec_decode_metrics = weight_versions = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -106,10 +105,8 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     embedding: npt.NDArray[np.float32] | None = None
     # Of what vLLM has and we do not, so that it can be read
-    lora_request: ClassVar[None] = None
-    encoder_prompt: ClassVar[None] = None
-    encoder_prompt_token_ids: ClassVar[None] = None
-    kv_transfer_params: ClassVar[None] = None
+    lora_request = encoder_prompt = encoder_prompt_token_ids = num_cache_creation_tokens = None
+    prompt_token_id_logprobs = kv_transfer_params = ec_transfer_params = None
 
     @property
     def error(self) -> WavecoreError | None:
@@ -146,6 +143,10 @@ class EmbeddingOutput:
 
     embedding: npt.NDArray[np.float32]
 
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
@@ -161,6 +162,7 @@ class EmbeddingRequestOutput:
     metrics: RequestMetrics
     finished: bool = True
     error: WavecoreError | None = None
+    num_cached_tokens: int | None = None
 
     @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
@@ -169,5 +171,5 @@ class EmbeddingRequestOutput:
             ended = output.outputs[0].finish_reason
             error = error or RequestError(f"request {output.request_id} ended ({ended}) without an embedding")
             embedding = np.empty(0, np.float32)
-        vector = EmbeddingOutput(embedding)
-        return cls(output.request_id, output.prompt_token_ids, vector, output.metrics, error=error)
+        vector, ids, cached = EmbeddingOutput(embedding), output.prompt_token_ids, output.num_cached_tokens
+        return cls(output.request_id, ids, vector, output.metrics, error=error, num_cached_tokens=cached)

@@ -32,9 +32,11 @@ class TokensPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """`prompt_embeds`: floats [n, hidden], a numpy array or a torch tensor."""
+    """`prompt_embeds`: floats [n, hidden], a numpy array or a torch tensor; ids beside them are not read."""
 
     prompt_embeds: Any
+    prompt_token_ids: NotRequired[Sequence[int]]
+    prompt_is_token_ids: NotRequired[Sequence[bool]]
     cache_salt: NotRequired[str]
 
 
@@ -44,6 +46,10 @@ _KNOWN = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt",
 _REFUSED = {
     **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), "images, audio and video"),
     **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "encoder-decoder models"),
+    "media_io_kwargs": "images, audio and video",
+    "token_type_ids": "types of tokens",
+    "prompt_token_offsets": "places in the text",
+    "prompt_is_token_ids": "ids among embeddings",
 }
 
 
@@ -91,8 +97,8 @@ def as_prompt(prompt: Any) -> Prompt:
         return Prompt(ids=token_ids(prompt))
     if not isinstance(prompt, Mapping):
         raise ValidationError("prompt", f"must be text, token ids or a dictionary, not {type(prompt).__name__}")
-    for name in prompt:
-        if name in _REFUSED and prompt[name] is not None:
+    for name, value in prompt.items():
+        if name in _REFUSED and (any(value) if isinstance(value, list) else value):
             raise NotSupportedError(f"{name}: {_REFUSED[name]} are not supported")
         if name not in _KNOWN | _REFUSED.keys():
             raise ValidationError("prompt", f"unknown key {name!r:.40}; known are {', '.join(sorted(_KNOWN))}")

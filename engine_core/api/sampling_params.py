@@ -128,6 +128,9 @@ class SamplingParams(WireFields):
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(value := getattr(self, name), bool):
                 object.__setattr__(self, name, int(value) or None)
+            elif type(value) is int and value == -1:  # vLLM's word for the whole vocabulary
+                way_out = "score texts with prompt_logprobs=0, or choose among few tokens with allowed_token_ids"
+                raise ValidationError(name, f"at most {MAX_LOGPROBS} are reported, not -1 for all; {way_out}")
         make_plain(self, _CHECKS)
         if self.seed == -1:
             object.__setattr__(self, "seed", None)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Self
 
 from wavecore.frontend import async_llm as own
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.outputs import RequestOutput
-from wavecore.frontend.prompts import as_prompt
 from wavecore.frontend.text.tokenizer import Tokenizer
-from wavecore.frontend.vllm.engine_args import EngineArgs, own_defaults
-from wavecore.frontend.vllm.llm import encoded
-from wavecore.frontend.vllm.model_config import ModelConfig, VllmConfig
-from wavecore.frontend.vllm.params import OUTPUT_KINDS, RequestOutputKind, checked, our_arguments
+from wavecore.frontend.vllm.arguments import as_in_vllm, one_prompt
+from wavecore.frontend.vllm.engine_args import EngineArgs, own_defaults, shows_settings
+from wavecore.frontend.vllm.model_config import VllmConfig
+from wavecore.frontend.vllm.params import OUTPUT_KINDS, RequestOutputKind, checked
 from wavecore.transport.errors import WavecoreError
 
 
@@ -53,13 +52,14 @@ class RequestOutputCollector:
 class AsyncLLM(own.AsyncLLM):
     """As vLLM's class of that name; streams are cumulative unless `SamplingParams.output_kind` says otherwise."""
 
+    @shows_settings
     def __init__(self, model: str | Path = "default", **settings: Any) -> None:
         super().__init__(model, **{**own_defaults(), **settings})
 
     def _attach(self, service: Service) -> None:
         super()._attach(service)
-        self.tokenizer, self.vllm_config = service.tokenizer, VllmConfig.of(service.resolved)
-        self.model_config: ModelConfig = self.vllm_config.model_config
+        self.vllm_config = VllmConfig.of(service.resolved, len(service.client.engines))
+        self.tokenizer, self.model_config = service.tokenizer, self.vllm_config.model_config
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> Self:  # type: ignore[override]
@@ -68,31 +68,29 @@ class AsyncLLM(own.AsyncLLM):
 
     from_vllm_config = from_engine_args
 
+    @as_in_vllm
     def generate(
-        self, prompt: Any, sampling_params: Any = None, request_id: str | None = None, **given: Any
+        self,
+        prompt: Any,
+        sampling_params: Any = None,
+        request_id: Any = None,
+        tokenization_kwargs: Any = None,
+        **more: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """As `wavecore.AsyncLLM.generate`, with vLLM's arguments, too.
-
-        Args:
-            prompt_text: shown in outputs where the prompt is token ids.
-            tokenization_kwargs: as of `LLM.generate`.
-        """
-        text, how = given.pop("prompt_text", None), given.pop("tokenization_kwargs", None)
-        if how:
-            [prompt] = encoded(self._service, [prompt], how)
-        if text is not None and (ids := as_prompt(prompt).ids) is not None:
-            prompt = {"prompt_token_ids": ids, "prompt": text}
+        """As `wavecore.AsyncLLM.generate`; `prompt_text` and `tokenization_kwargs` as of `one_prompt`."""
+        prompt = one_prompt(self._service, prompt, more.pop("prompt_text", None), tokenization_kwargs)
         kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)
-        given = {"output_kind": OUTPUT_KINDS[kind], **our_arguments(given)}
-        return super().generate(prompt, checked(sampling_params), request_id, **given)
+        more = {"output_kind": OUTPUT_KINDS[kind], **more}
+        return super().generate(prompt, checked(sampling_params), request_id, **more)
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any, **given: Any) -> RequestOutputCollector:
+    @as_in_vllm
+    async def add_request(self, request_id: str, prompt: Any, params: Any, **more: Any) -> RequestOutputCollector:
         """Start a request, with arguments as of `generate`; its outputs gather until they are asked for."""
-        return RequestOutputCollector(request_id, self.generate(prompt, params, request_id, **given))
+        return RequestOutputCollector(request_id, self.generate(prompt, params, request_id, **more))
 
-    async def abort(self, request_id: str | Sequence[str], internal: bool = False) -> None:  # noqa: ARG002
-        """End requests by their ids, which are the caller's own."""
-        await super().abort(request_id)
+    reset_prefix_cache = as_in_vllm(own.AsyncLLM.reset_prefix_cache)
+    start_profile = as_in_vllm(own.AsyncLLM.start_profile)
+    abort = as_in_vllm(own.AsyncLLM.abort)
 
     def get_tokenizer(self) -> Tokenizer:  # type: ignore[override]
         return self._service.need_tokenizer("get_tokenizer")

@@ -18,7 +18,8 @@ from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.outputs import FinishName, PositionLogprobs, RequestOutput
 from wavecore.frontend.prompts import Prompt, TokensPrompt, token_ids
-from wavecore.frontend.vllm.params import BeamSearchParams, our_arguments
+from wavecore.frontend.vllm.arguments import our_arguments
+from wavecore.frontend.vllm.params import BeamSearchParams
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import MAX_TOKEN_ID, OF_REQUEST
 
@@ -56,7 +57,7 @@ def beam_search(
     service: Service,
     prompts: Sequence[Prompt],
     params: BeamSearchParams,
-    use_tqdm: bool,
+    use_tqdm: bool = False,
     concurrency_limit: int | None = None,
 ) -> list[BeamSearchOutput]:
     """Search for each prompt, for so many of them together.

@@ -13,10 +13,10 @@ from wavecore.frontend.client.service import Service
 from wavecore.frontend.client.utilities import Inspection
 from wavecore.frontend.compat import refused
 from wavecore.frontend.outputs import RequestOutput
-from wavecore.frontend.prompts import as_prompt
+from wavecore.frontend.vllm.arguments import as_in_vllm, one_prompt
 from wavecore.frontend.vllm.engine_args import EngineArgs
 from wavecore.frontend.vllm.model_config import VllmConfig
-from wavecore.frontend.vllm.params import OUTPUT_KINDS, SamplingParams, our_arguments
+from wavecore.frontend.vllm.params import OUTPUT_KINDS, SamplingParams
 from wavecore.transport.errors import ValidationError
 
 
@@ -29,8 +29,8 @@ class LLMEngine(Inspection):
 
     def __init__(self, service: Service, owner: own.LLM | None = None) -> None:
         self._service, self._owner = service, owner
-        self.tokenizer, self.vllm_config = service.tokenizer, VllmConfig.of(service.resolved)
-        self.model_config = self.vllm_config.model_config
+        self.vllm_config = VllmConfig.of(service.resolved, len(service.client.engines))
+        self.tokenizer, self.model_config = service.tokenizer, self.vllm_config.model_config
         self._notifier, self._running = ThreadNotifier(), dict[str, Mailbox]()
 
     @classmethod
@@ -40,9 +40,15 @@ class LLMEngine(Inspection):
 
     from_vllm_config = from_engine_args
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **given: Any) -> str:
-        options = RequestOptions(**our_arguments(given))
-        request = self._service.prepare(as_prompt(prompt), params.checked(), options, request_id=request_id)
+    reset_prefix_cache = as_in_vllm(Inspection.reset_prefix_cache)
+    start_profile = as_in_vllm(Inspection.start_profile)
+
+    @as_in_vllm
+    def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams, tokenization_kwargs: Any = None, **more: Any
+    ) -> str:
+        prompt = one_prompt(self._service, prompt, more.pop("prompt_text", None), tokenization_kwargs)
+        request = self._service.prepare(prompt, params.checked(), RequestOptions(**more), request_id=request_id)
         if request_id in self._running:
             raise ValidationError("request_id", f"{request_id!r:.60} is the id of a request that runs")
         mailbox = self._service.mailbox(request, self._notifier, OUTPUT_KINDS[params.output_kind])
@@ -74,6 +80,7 @@ class LLMEngine(Inspection):
     def get_num_unfinished_requests(self) -> int:
         return len(self._running)
 
+    @as_in_vllm
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; nothing more of them is told."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:

@@ -45,12 +45,12 @@ class VllmConfig(NamedTuple):
     parallel_config: SimpleNamespace
 
     @classmethod
-    def of(cls, resolved: Mapping[str, Any]) -> VllmConfig:
-        model = str(resolved.get("model_path") or resolved["model"])
+    def of(cls, resolved: Mapping[str, Any], dp: int) -> VllmConfig:
+        model, tp = str(resolved.get("model_path") or resolved["model"]), int(resolved["tensor_parallel_size"])
         own = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
         return cls(
             ModelConfig(resolved, model, str(resolved.get("tokenizer") or model), int(resolved["max_model_len"])),
             SimpleNamespace(block_size=resolved["block_size"], num_gpu_blocks=resolved["num_blocks"]),
             SimpleNamespace(**{name: resolved[name] for name in own}),
-            SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, world_size=1),
+            SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=1, data_parallel_size=dp, world_size=tp),
         )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import json
-import logging
 import sys
-import uuid
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -23,20 +20,11 @@ _HOMES: dict[str, str] = _TABLES["homes"]
 """vLLM's name -> the module of ours that has it, with another name there behind a colon."""
 MODULES: dict[str, list[str]] = _TABLES["modules"]
 """A module of vLLM, without the leading "vllm" -> the names that may be imported from it."""
+_ABSENT: dict[str, str] = _TABLES["absent"]
+"""A module of vLLM that is not here -> the way out."""
 ROOTS = ("wavecore.vllm", "vllm")
 VERSION: str = _TABLES["version"]
 VERSION_TUPLE: tuple[int, ...] = tuple(map(int, VERSION.split(".")))
-init_logger = logging.getLogger
-
-
-def random_uuid() -> str:
-    return uuid.uuid4().hex
-
-
-def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Of a program that dropped its `LLM`: the engine ends with it."""
-    del shutdown_ray
-    gc.collect()
 
 
 def find(module: str, name: str) -> Any:
@@ -68,8 +56,8 @@ class _Finder(MetaPathFinder, Loader):
         if module is None or module.startswith("_"):
             return None
         if module not in MODULES:
-            known = "docs/coming-from-vllm.md lists what is here"
-            raise ModuleNotFoundError(f"{fullname} is not part of this stand-in for vLLM; {known}", name=fullname)
+            way_out = _ABSENT.get(module, "docs/coming-from-vllm.md lists what is here")
+            raise ModuleNotFoundError(f"{fullname} is not part of this stand-in for vLLM; {way_out}", name=fullname)
         return ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from wavecore.engine_core.api import sampling_params as core
 from wavecore.engine_core.api.fields import defaults
 from wavecore.frontend.client.mailbox import OutputKind
-from wavecore.frontend.compat import FOREIGN_ARGUMENTS, FOREIGN_SAMPLING, check_foreign
+from wavecore.frontend.compat import FOREIGN_POOLING, FOREIGN_SAMPLING, STRUCTURED_OUTPUTS, check_foreign
 from wavecore.transport.errors import ValidationError
 
 
@@ -28,32 +29,40 @@ SamplingType = IntEnum("SamplingType", ["GREEDY", "RANDOM", "RANDOM_SEED"], star
 
 
 class Fields:
-    """Attributes with defaults, which may be set by keyword and later; those of vLLM's classes stand in a table.
+    """A dataclass whose fields and their defaults stand in a table; all but the first are given by keyword.
 
-    Raises:
-        TypeError: an unknown name.
+    Args:
+        defaults: of the subclass; without it the fields are those of its base.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
-    __hash__ = None  # type: ignore[assignment]
 
     if TYPE_CHECKING:
 
+        def __init__(self, *first: Any, **values: Any) -> None: ...
+
         def __getattr__(self, name: str) -> Any: ...
 
-    def __init__(self, **values: Any) -> None:
-        if unknown := values.keys() - self.defaults.keys():
-            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
-        self.__dict__.update({**self.defaults, **values})
+    def __init_subclass__(cls, defaults: Mapping[str, Any] | None = None) -> None:
+        super().__init_subclass__()
+        if defaults is None:
+            return
+        cls.defaults, cls.__annotations__ = defaults, dict.fromkeys(defaults, Any)
+        for place, (name, default) in enumerate(defaults.items()):
+            by_copy = isinstance(default, list | dict)
+            value = {"default_factory": partial(copy.copy, default)} if by_copy else {"default": default}
+            setattr(cls, name, field(kw_only=place > 0, **value))
+        dataclass(cls)
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+SAMPLING_DEFAULTS = {
+    **{name: default for name, default in defaults(core.SamplingParams).items() if name != "bad_words_token_ids"},
+    **{"best_of": None, "output_kind": RequestOutputKind.CUMULATIVE},
+    **{name: rule["default"] for name, rule in FOREIGN_SAMPLING.items()},
+}
 
 
-class SamplingParams(Fields):
+class SamplingParams(Fields, defaults=SAMPLING_DEFAULTS):
     """The fields of `wavecore.SamplingParams`; `output_kind`, for `AsyncLLM`; and those that vLLM alone has.
 
     Raises:
@@ -61,15 +70,7 @@ class SamplingParams(Fields):
         NotSupportedError: a value that asks for what is not here; with the way out.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **{name: default for name, default in defaults(core.SamplingParams).items() if name != "bad_words_token_ids"},
-        **{"best_of": None, "output_kind": RequestOutputKind.CUMULATIVE},
-        **{name: rule["default"] for name, rule in FOREIGN_SAMPLING.items()},
-    }
-    __annotations__ = dict.fromkeys(defaults, Any)  # which programs read to know the fields
-
-    def __init__(self, n: int = 1, **values: Any) -> None:
-        super().__init__(n=n, **values)
+    def __post_init__(self) -> None:
         checked = self.checked()
         self.stop, self.stop_token_ids, self.bad_words = (
             list(given or ()) for given in (checked.stop, checked.stop_token_ids, checked.bad_words)
@@ -108,17 +109,23 @@ def checked(params: Any) -> Any:
     return [checked(one) for one in params] if isinstance(params, Sequence) else params
 
 
-def our_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call without those that only vLLM has.
+class PoolingParams(Fields, defaults={name: rule["default"] for name, rule in FOREIGN_POOLING.items()}):
+    """Of `LLM.embed`.
 
     Raises:
-        NotSupportedError: one of these asks for something; with the way out.
+        NotSupportedError: a value that asks for more than an embedding; with the way out.
     """
-    for name in given.keys() & FOREIGN_ARGUMENTS.keys():
-        value = given[name]  # a list holds one a prompt
-        for one in value if isinstance(value, list) else [value]:
-            check_foreign(FOREIGN_ARGUMENTS, name, one)
-    return {name: value for name, value in given.items() if name not in FOREIGN_ARGUMENTS}
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        for name in FOREIGN_POOLING:
+            check_foreign(FOREIGN_POOLING, name, getattr(self, name))
+
+
+class StructuredOutputsParams(Fields, defaults=STRUCTURED_OUTPUTS):
+    """Can be made, since programs do so whether they use one or not; `SamplingParams` refuses it."""
 
 
 @dataclass
@@ -138,6 +145,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
     structured_outputs: None = None
     skip_special_tokens: bool = True
+    watermarking: None = None
     allowed_token_ids: None = None
 
 

@@ -11,7 +11,11 @@ import torch
 from tests.support.checkpoints import load_reference, make_config, save_model
 from transformers import PreTrainedModel
 
-from wavecore.vllm import LLM
+from wavecore.frontend.client.offline import run_batch
+from wavecore.frontend.client.request import EngineRequest
+from wavecore.frontend.client.service import Service
+from wavecore.frontend.vllm import beam_search
+from wavecore.vllm import LLM, RequestOutput
 from wavecore.vllm.sampling_params import BeamSearchParams
 
 PROMPTS = [[5, 6, 9, 10], [100, 20, 30], [*range(40, 180)]]  # the last one is longer than a block
@@ -25,8 +29,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    settings = {"skip_tokenizer_init": True, "dtype": "float32", "kv_cache_memory_gib": 0.1, "disable_tqdm": True}
-    made = LLM(str(folder), **settings)
+    settings = {"skip_tokenizer_init": True, "dtype": "float32", "kv_cache_memory_gib": 0.1, "block_size": 16}
+    made = LLM(str(folder), disable_tqdm=True, **settings)
     yield made
     made.shutdown()
 
@@ -69,6 +73,25 @@ def test_beams_are_those_of_transformers(
             assert beam.cum_logprob / length**length_penalty == pytest.approx(score, abs=1e-4)
             assert beam.finish_reason == ("stop" if tokens[-1] in EOS else "length")
             assert len(beam.logprobs) == length
+
+
+def test_beams_share_the_blocks_of_what_they_share(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step finds all full blocks of each beam in the prefix cache, and computes the rest of the last one."""
+    steps: list[list[tuple[int, int | None]]] = []
+
+    def watched(service: Service, requests: list[EngineRequest], **options: Any) -> list[RequestOutput]:
+        outputs = run_batch(service, requests, **options)
+        steps.append([(len(output.prompt_token_ids), output.num_cached_tokens) for output in outputs])
+        return outputs
+
+    monkeypatch.setattr(beam_search, "run_batch", watched)
+    block = llm.llm_engine.vllm_config.cache_config.block_size
+    prompt, count = PROMPTS[-1], 2 * block + 3
+    llm.reset_prefix_cache()
+    llm.beam_search([prompt], BeamSearchParams(4, count, ignore_eos=True))
+    assert steps[0] == [(len(prompt), 0)] and len(steps) == count
+    for place, step in enumerate(steps[1:], len(prompt)):
+        assert step == [(place + 1, place // block * block)] * 4
 
 
 def test_ends_may_be_ignored(llm: LLM, reference: PreTrainedModel) -> None:

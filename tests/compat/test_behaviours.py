@@ -6,6 +6,7 @@ All on one small random Llama. Greedy continuations of PROMPT are long enough, a
 from __future__ import annotations
 
 import copy
+import json
 import math
 from itertools import chain
 from pathlib import Path
@@ -15,9 +16,11 @@ import numpy as np
 import pytest
 
 from wavecore import NotSupportedError, ValidationError
-from wavecore.vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from wavecore.vllm import LLM, PoolingParams, RequestOutput, SamplingParams, TokensPrompt
+from wavecore.vllm.config import VllmConfig
 from wavecore.vllm.sampling_params import BeamSearchParams, RequestOutputKind
 
+FIELDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("vllm_names.json").read_text())["outputs"]
 PROMPT = [5, 6, 7, 8]
 EOS = 7
 LENGTH = 12
@@ -191,6 +194,12 @@ def test_without_detokenize_there_is_no_text_anywhere(llm: LLM, tokens: list[int
     assert (found.text, list(found.token_ids)) == ("", tokens)
     assert found.logprobs is not None
     assert {entry.decoded_token for position in found.logprobs for entry in position.values()} == {None}
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_log_probabilities_of_the_whole_vocabulary_are_refused_with_the_way_out(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"^{name}: at most 64 .*prompt_logprobs=0"):
+        SamplingParams(**{name: -1})
 
 
 @pytest.mark.parametrize("asked", [65, -2, 1.5, "one"])
@@ -379,9 +388,7 @@ def test_contents_in_parts_are_for_the_template_alone(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "a"}], greedy(), False, chat_template_content_format="openai")
 
 
-@pytest.mark.parametrize(
-    "name", ["encode", "classify", "score", "reward", "sleep", "wake_up", "collective_rpc", "apply_model"]
-)
+@pytest.mark.parametrize("name", ["encode", "classify", "reward", "sleep", "wake_up", "collective_rpc", "apply_model"])
 def test_methods_that_are_not_here_are_refused_by_name(llm: LLM, name: str) -> None:
     with pytest.raises(NotSupportedError, match=f"{name}: .{{8}}"):
         getattr(llm, name)
@@ -394,6 +401,49 @@ def test_embeddings_are_lists_of_the_last_token(llm: LLM) -> None:
     assert math.hypot(*last.outputs.embedding) == pytest.approx(1.0, abs=1e-5)
 
 
+def test_embeddings_take_parameters_that_ask_for_no_more(llm: LLM) -> None:
+    [plain], [given] = (
+        llm.embed(PROMPT, use_tqdm=False, pooling_params=p) for p in (None, PoolingParams(task="embed"))
+    )
+    assert given.outputs == plain.outputs
+    with pytest.raises(NotSupportedError, match="pooling_params"):
+        llm.embed(PROMPT, use_tqdm=False, pooling_params={"dimensions": 8})
+    changed = PoolingParams()
+    changed.dimensions = 8
+    with pytest.raises(NotSupportedError, match="dimensions"):
+        llm.embed([PROMPT], use_tqdm=False, pooling_params=[changed])
+
+
+@pytest.mark.parametrize("first", [["The capital"], ["The capital", "of France"]])
+def test_scores_are_cosines_of_embeddings(llm: LLM, first: list[str]) -> None:
+    second = ["of France", "is"]
+    scores = llm.score(first if len(first) > 1 else first[0], second, use_tqdm=False)
+    embedded = [np.array(output.outputs.embedding) for output in llm.embed([*first, *second], use_tqdm=False)]
+    expected = [embedded[i % len(first)] @ embedded[len(first) + i] for i in range(2)]
+    assert [output.outputs.score for output in scores] == pytest.approx(expected, abs=1e-6)
+    assert all(output.finished and output.prompt_token_ids for output in scores)
+
+
+def test_outputs_have_the_fields_of_vllm_s(llm: LLM) -> None:
+    generated = one(llm, logprobs=1)
+    assert generated.outputs[0].logprobs is not None
+    [logprob] = generated.outputs[0].logprobs[0].values()
+    [embedded] = llm.embed(PROMPT, use_tqdm=False)
+    [scored] = llm.score("a", "b", use_tqdm=False)
+    outputs = [generated, generated.outputs[0], logprob, embedded, embedded.outputs, scored.outputs]
+    assert {type(output).__name__ for output in outputs} == FIELDS.keys()
+    for output in outputs:
+        assert [name for name in FIELDS[type(output).__name__] if not hasattr(output, name)] == []
+    assert (embedded.outputs.hidden_size, embedded.num_cached_tokens) == (48, 0)
+
+
+def test_scores_that_cannot_be(llm: LLM) -> None:
+    with pytest.raises(ValidationError, match="data_1"):
+        llm.score(["a", "b"], ["a", "b", "c"])
+    with pytest.raises(NotSupportedError, match="chat_template"):
+        llm.score("a", "b", chat_template="{{ messages }}")
+
+
 def test_facts_of_the_engine_under_vllm_s_names(llm: LLM) -> None:
     config = llm.llm_engine.model_config
     assert (config.max_model_len, config.get_vocab_size(), config.get_hidden_size()) == (256, 512, 48)
@@ -401,8 +451,30 @@ def test_facts_of_the_engine_under_vllm_s_names(llm: LLM) -> None:
     assert llm.llm_engine.tokenizer is llm.get_tokenizer() and config is llm.llm_engine.model_config
     assert llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 16
     assert llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size == 1
+    assert llm.llm_engine.vllm_config.parallel_config.data_parallel_size == 1
+    other = VllmConfig.of({**config.resolved, "tensor_parallel_size": 4}, 2).parallel_config
+    assert (other.tensor_parallel_size, other.data_parallel_size, other.world_size) == (4, 2, 4)
     with pytest.raises(AttributeError):
         config.max_model_len = 3
+
+
+def test_calls_by_position(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "The capital"}]
+    [output] = llm.chat(messages, greedy(), False, None, None, "{{ messages[0]['content'] }}?", "auto", True, False)
+    assert output.prompt == "The capital?"
+    assert llm.reset_prefix_cache(True, False)
+    assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    with pytest.raises(TypeError, match="positional"):
+        llm.generate(PROMPT, greedy(), False)  # by keyword alone, as in vLLM
+    with pytest.raises(TypeError, match="nonsense"):
+        llm.generate(PROMPT, greedy(), nonsense=1)
+
+
+def test_a_profile_is_of_the_settings_at_start(llm: LLM) -> None:
+    with pytest.raises(NotSupportedError, match="profile_prefix"):
+        llm.start_profile("run")
+    with pytest.raises(NotSupportedError, match="torch_profiler_dir"):  # which this engine has not
+        llm.start_profile(profile_prefix=None, max_iterations=0)
 
 
 def test_a_template_is_given_to_each_chat(tiny_llama: Any) -> None:
@@ -416,15 +488,16 @@ def test_a_template_is_given_to_each_chat(tiny_llama: Any) -> None:
 def test_requests_one_by_one_and_steps(llm: LLM, tokens: list[int]) -> None:
     engine = llm.llm_engine
     assert engine.step() == []
-    engine.add_request("all", PROMPT, greedy(output_kind=RequestOutputKind.FINAL_ONLY))
+    engine.add_request("all", PROMPT, greedy(output_kind=RequestOutputKind.FINAL_ONLY), prompt_text="shown")
     engine.add_request("parts", {"prompt_token_ids": PROMPT}, greedy(output_kind=RequestOutputKind.DELTA))
-    engine.add_request("ended", PROMPT, greedy(max_tokens=200))
+    engine.add_request("ended", PROMPT, greedy(max_tokens=200), None, None, None, {"a": "b"}, 0)
     with pytest.raises(ValueError, match="request_id"):
         engine.add_request("all", PROMPT, greedy())
     engine.abort_request(["ended", "unknown"])
     found: dict[str, list[list[int]]] = {"all": [], "parts": []}
     while engine.has_unfinished_requests():
         for output in engine.step():
+            assert output.prompt == ("shown" if output.request_id == "all" else None)
             found[output.request_id].append(list(output.outputs[0].token_ids))
     assert found["all"] == [tokens] and [*chain(*found["parts"])] == tokens
     assert engine.get_num_unfinished_requests() == 0

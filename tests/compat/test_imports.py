@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 import wavecore
 import wavecore.vllm as vllm
@@ -47,7 +49,7 @@ def test_one_class_has_one_identity() -> None:
     assert set(vllm.__all__) <= set(dir(vllm))
 
 
-@pytest.mark.parametrize("name", ["ModelRegistry", "PoolingParams", "ScoringOutput"])
+@pytest.mark.parametrize("name", ["ModelRegistry", "GuidedDecodingParams", "ClassificationOutput"])
 def test_a_class_that_is_not_here_is_refused_with_the_way_out(name: str) -> None:
     with pytest.raises(ImportError, match=f"^{name}: .{{8}}"):
         getattr(vllm, name)
@@ -58,9 +60,24 @@ def test_a_name_that_nobody_knows() -> None:
         _ = vllm.Nonsense
 
 
-def test_a_module_that_is_not_here() -> None:
-    with pytest.raises(ModuleNotFoundError, match="coming-from-vllm"):
-        import_module("wavecore.vllm.model_executor")
+@pytest.mark.parametrize(
+    ("module", "way_out"),
+    [("nonsense", "coming-from-vllm"), ("multimodal", "images"), ("renderers.inputs.preprocess", "LLM.generate")],
+)
+def test_a_module_that_is_not_here(module: str, way_out: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=way_out):
+        import_module(f"wavecore.vllm.{module}")
+
+
+def test_helpers_that_scripts_import(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("", vllm.utils.network_utils.get_open_port())):
+        pass
+    vllm.utils.print_utils.print_embeddings([0.5, 1.0, 2.0, 3.0, 4.0])
+    vllm.utils.print_utils.print_embeddings([0.5], prefix="Scores")
+    assert capsys.readouterr().out == "Embeddings: [0.5, 1.0, 2.0, 3.0, ...] (size=5)\nScores: [0.5] (size=1)\n"
+    platform = vllm.platforms.current_platform
+    assert platform.is_cuda() == platform.is_cuda_alike() == torch.cuda.is_available() != platform.is_cpu()
+    assert not (platform.is_rocm() or platform.is_tpu() or platform.is_xpu())
 
 
 @pytest.mark.parametrize("command", [["wavecore.frontend.cli.main", "run-vllm"], ["wavecore.vllm"]])

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from wavecore import EngineConfig, NotSupportedError
-from wavecore.frontend.compat import FOREIGN, FOREIGN_SAMPLING, SETTINGS, engine_config
-from wavecore.vllm import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+from wavecore.frontend.compat import FOREIGN, FOREIGN_SAMPLING, SETTINGS, SWITCHES, engine_config
+from wavecore.frontend.vllm.utils import Platform
+from wavecore.vllm import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from wavecore.vllm.utils import FlexibleArgumentParser
 
 NAMES = json.loads(Path(__file__).with_name("vllm_names.json").read_text())
@@ -74,6 +75,8 @@ def test_a_sampling_parameter_that_is_not_here_is_refused_with_the_way_out(name:
         ({"hf_overrides": {}, "override_generation_config": {}, "revision": "main"}, {}),
         ({"logits_processors": [], "pooler_config": None, "speculative_config": None}, {}),
         ({"use_tqdm_on_load": False}, {"disable_tqdm": True}),
+        ({"profiler_config": {"profiler": "torch", "torch_profiler_dir": "a"}}, {"torch_profiler_dir": "a"}),
+        ({"enable_expert_parallel": True, "profiler_config": {}}, {}),  # no model here has experts
         ({"load_format": "safetensors", "generation_config": "auto"}, {}),
         ({"load_format": "dummy", "generation_config": "vllm"}, {"load_format": "dummy", "generation_config": "vllm"}),
         ({"seed": 0, "gpu_memory_utilization": 0.92}, {"seed": 0, "gpu_memory_utilization": 0.92}),
@@ -92,7 +95,6 @@ def test_values_that_mean_what_we_do(given: dict[str, Any], meant: dict[str, Any
         ("hf_overrides", {"rope_scaling": {}}),
         ("enable_lora", True),
         ("enable_sleep_mode", True),
-        ("enable_expert_parallel", True),
         ("pipeline_parallel_size", 2),
         ("model_impl", "transformers"),
         ("cpu_offload_gb", 4),
@@ -101,6 +103,7 @@ def test_values_that_mean_what_we_do(given: dict[str, Any], meant: dict[str, Any
         ("logprobs_mode", "processed_logprobs"),
         ("guided_decoding_backend", "xgrammar"),
         ("kv_transfer_config", {"kv_connector": "a"}),
+        ("profiler", "proton"),
     ],
 )
 def test_values_that_would_change_the_answer_are_refused_by_name(name: str, value: object) -> None:
@@ -128,6 +131,32 @@ def test_all_settings_as_flags_give_the_settings_of_vllm() -> None:
     args = EngineArgs.from_cli_args(parser.parse_args(["--model", "there", "--enforce-eager"]))
     assert (args.model, args.enforce_eager) == ("there", True)
     assert engine_config(args.settings()).model == "there"
+
+
+@pytest.mark.parametrize(("negated", "value"), [("", True), ("no-", False)])
+def test_switches_are_flags_without_a_value(negated: str, value: bool) -> None:
+    names = SWITCHES & set(ENGINE_ARGS)
+    assert {"enable_prefix_caching", "async_scheduling", "enforce_eager", "disable_cascade_attn"} <= names
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    found = vars(parser.parse_args([f"--{negated}{name.replace('_', '-')}" for name in names]))
+    assert {name: found[name] for name in names} == dict.fromkeys(names, value)
+
+
+def test_short_flags_are_those_of_vllm() -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    found = parser.parse_args(["-tp", "1", "-dp=2", "-n", "1", "-q", "awq", "-cc", '{"level": 3}'])
+    assert (found.tensor_parallel_size, found.data_parallel_size, found.nnodes) == (1, 2, 1)
+    assert (found.quantization, found.compilation_config) == ("awq", {"level": 3})
+    server = vars(AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(), async_args_only=True).parse_args([]))
+    assert server == {"enable_log_requests": False}
+
+
+@pytest.mark.parametrize(("cuda", "device"), [(True, "cuda:1"), (False, "auto")])
+def test_a_rank_of_a_program_s_own_has_its_gpu(cuda: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Platform, "device_type", "cuda" if cuda else "cpu")
+    monkeypatch.setenv("VLLM_DP_RANK_LOCAL", "1")
+    assert engine_config(EngineArgs("there").settings()).device == device
+    assert engine_config(EngineArgs("there", device="cpu").settings()).device == "cpu"
 
 
 def test_engine_args_are_attributes() -> None:

@@ -73,6 +73,25 @@ def test_malformed(prompts: Any) -> None:
         as_prompts(prompts)
 
 
-def test_media_are_refused_by_name() -> None:
-    with pytest.raises(NotSupportedError, match="multi_modal_data"):
-        as_prompt({"prompt": "a", "multi_modal_data": {}})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("multi_modal_data", {"image": 1}),
+        ("multi_modal_data", "image"),
+        ("mm_processor_kwargs", {"a": None}),
+        ("encoder_prompt", "a"),
+        ("prompt_is_token_ids", [False, True]),
+        ("token_type_ids", [0, 1]),
+        ("prompt_token_offsets", [(0, 1)]),
+    ],
+)
+def test_what_only_other_models_take_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(NotSupportedError, match=name):
+        as_prompt({"prompt": "a", name: value})
+
+
+@pytest.mark.parametrize("value", [None, {}, [], "", [False, False]], ids=str)
+def test_what_asks_for_nothing_is_taken(value: Any) -> None:
+    embeds = np.ones((2, 8), np.float32)
+    prompt = as_prompt({"prompt_embeds": embeds, "prompt_token_ids": [1, 2], "prompt_is_token_ids": value})
+    assert prompt.embeds is embeds and prompt.ids is None

@@ -9,7 +9,7 @@ from typing import Any, Self
 from wavecore.engine_core.api.config import OF_SETTING, EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.service import Service
-from wavecore.frontend.compat import engine_config, from_environment, refused
+from wavecore.frontend.compat import engine_config, from_environment, missing
 from wavecore.frontend.progress_bars import StartBar
 from wavecore.transport.errors import ConfigError, NotSupportedError
 from wavecore.transport.processes import logs
@@ -109,4 +109,4 @@ class BaseLLM:
         self._service.close()
 
     def __getattr__(self, name: str) -> Any:
-        raise refused("methods", name) or AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise missing(self, name)

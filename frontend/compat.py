@@ -19,7 +19,7 @@ import yaml
 from wavecore.engine_core.api import custom_ops
 from wavecore.engine_core.api.config import CHECKS, EngineConfig
 from wavecore.engine_core.api.fields import defaults
-from wavecore.transport.errors import ConfigError, NotSupportedError
+from wavecore.transport.errors import ConfigError, NotSupportedError, NotSupportedName
 from wavecore.transport.wire.checks import shown
 
 logger = logging.getLogger(__name__)
@@ -211,7 +211,15 @@ def check_foreign(table: Mapping[str, Mapping[str, Any]], name: str, value: Any)
         raise NotSupportedError(f"{name}={shown(value)}: {rule.get('otherwise', 'not supported in this version')}")
 
 
-def refused(kind: Literal["methods", "classes", "commands"], name: str) -> NotSupportedError | None:
+def missing(owner: object, name: str) -> AttributeError:
+    """The error for an attribute that an object lacks; with the way out if it is a method of vLLM's."""
+    ways_out = _TABLES["methods"]
+    if name in ways_out:
+        return NotSupportedName(f"{name}: {ways_out[name]}")
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
+
+
+def refused(kind: Literal["classes", "commands"], name: str) -> NotSupportedError | None:
     """The error for one of vLLM's names that is not here, with the way out; None for a name nobody knows."""
     ways_out = _TABLES[kind]
     return NotSupportedError(f"{name}: {ways_out[name]}") if name in ways_out else None

@@ -89,6 +89,12 @@ class NotSupportedError(WavecoreError, ValueError):
     exit_code = 2
 
 
+class NotSupportedName(NotSupportedError, AttributeError):
+    """A method or attribute of that kind; `hasattr` finds it missing."""
+
+    code = "not_supported_name"
+
+
 class ProtocolError(WavecoreError):
     """Bytes of a client or an engine break the protocol of the wire; they are dropped.
 

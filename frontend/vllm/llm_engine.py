@@ -11,7 +11,7 @@ from wavecore.frontend.client.mailbox import Mailbox
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.client.utilities import Inspection
-from wavecore.frontend.compat import refused
+from wavecore.frontend.compat import missing
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.vllm.arguments import as_in_vllm, one_prompt
 from wavecore.frontend.vllm.engine_args import EngineArgs
@@ -91,4 +91,4 @@ class LLMEngine(Inspection):
         return self._service.need_tokenizer("get_tokenizer")
 
     def __getattr__(self, name: str) -> Any:
-        raise refused("methods", name) or AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise missing(self, name)

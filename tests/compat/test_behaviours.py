@@ -392,6 +392,7 @@ def test_contents_in_parts_are_for_the_template_alone(llm: LLM) -> None:
 def test_methods_that_are_not_here_are_refused_by_name(llm: LLM, name: str) -> None:
     with pytest.raises(NotSupportedError, match=f"{name}: .{{8}}"):
         getattr(llm, name)
+    assert not hasattr(llm, name)  # for programs that ask
 
 
 def test_embeddings_are_lists_of_the_last_token(llm: LLM) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -46,6 +48,7 @@ class GroupMemory:
         progress: where this rank shows that it moves.
 
     Attributes:
+        life: another number for each life of a group.
         words: uint64 [WORDS_BYTES / 8], zero when the life began. A write is seen whole; each word has one writer.
         records: RING_BYTES bytes, of step_ring.py.
     """
@@ -56,8 +59,11 @@ class GroupMemory:
         self.rank, self.ranks, self.store_fd = rank, len(bell_fds), store_fd
         memory = memoryview(mmap.mmap(memory_fd, WORDS_BYTES + RING_BYTES))
         self.words, self.records = memory[:WORDS_BYTES].cast("Q"), memory[WORDS_BYTES:]
+        self.life = os.fstat(memory_fd).st_ino
         os.close(memory_fd)
         self.progress, self._bells = progress, tuple(bell_fds)
+        self._own_bell = select.poll()
+        self._own_bell.register(bell_fds[rank], select.POLLIN)
         for fd in (store_fd, *bell_fds):
             os.set_inheritable(fd, False)
 
@@ -66,13 +72,18 @@ class GroupMemory:
         missed."""
         os.eventfd_write(self._bells[rank], 1)
 
-    def sleep_until(self, is_so: Callable[[], bool], peer: int | None = None) -> None:
-        """Return when `is_so`, which is looked at whenever this rank's bell has rung.
+    def sleep_until(self, is_so: Callable[[], bool], peer: int | None = None, seconds: float | None = None) -> None:
+        """Return when `is_so`, which is looked at whenever this rank's bell has rung; or when the time is over.
 
         Args:
             peer: the rank that keeps this one, which has work, from going on: the supervisor will not blame this one.
+            seconds: None for any time.
         """
         self.progress.wait_for(peer)
+        until = None if seconds is None else time.monotonic() + seconds
         while not is_so():
+            left = None if until is None else max(0.0, until - time.monotonic()) * 1000
+            if not self._own_bell.poll(left):
+                break
             os.read(self._bells[self.rank], 8)
         self.progress.wait_for(None)

@@ -15,15 +15,17 @@ from typing import Any
 
 from wavecore.engine_core.api.config import MEMORY_ADVICE, EngineConfig
 from wavecore.engine_core.loop.core import EngineCore
+from wavecore.engine_core.loop.dp_proc import DPEngineCore, DPEngineCoreProc
 from wavecore.engine_core.loop.proc import EngineCoreProc
 from wavecore.engine_core.loop.worker_proc import WorkerProc
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.startup.factory import make_runner, make_worker
+from wavecore.engine_core.startup.factory import make_lockstep_runner, make_runner, make_worker
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
 from wavecore.transport.headroom import raise_descriptor_limit
 from wavecore.transport.processes import logs
 from wavecore.transport.processes.child import SupervisedChild, parser
+from wavecore.transport.processes.votes import VoteBoard
 
 logger = logging.getLogger("wavecore.engine_core")
 
@@ -55,18 +57,26 @@ def main() -> int:
 def _build(args: argparse.Namespace, child: SupervisedChild) -> EngineCoreProc | WorkerProc:
     config = EngineConfig.from_json(child.config)
     logging.getLogger().setLevel(config.log_level.upper())
-    if child.rank and child.group:
+    if child.group and config.dp_lockstep:
+        board = VoteBoard(child.group)
+        runner = make_lockstep_runner(config, child.report_phase, child.group)
+        dp_core = DPEngineCore(config, runner, board, expect=child.progress.expect)
+        return DPEngineCoreProc(dp_core, child, child.group, **_bound(args, child, dp_core, lockstep=child.group.life))
+    if child.group and child.rank:
         return WorkerProc(*make_worker(config, child.report_phase, child.group), child)
-    runner = make_runner(config, child.report_phase, child.group)
+    core = EngineCore(config, make_runner(config, child.report_phase, child.group), expect=child.progress.expect)
+    return EngineCoreProc(core, child, **_bound(args, child, core))
+
+
+def _bound(args: argparse.Namespace, child: SupervisedChild, core: EngineCore, **more: Any) -> dict[str, Any]:
+    """Where an engine listens, and what it tells clients."""
     child.report_phase("bind", 0.0)
-    return EngineCoreProc(
-        EngineCore(config, runner, expect=child.progress.expect),
-        child,
-        resolved=_resolved(config, runner.info),
-        input_address=args.input,
-        output_address=args.output,
-        curve=CurveServer.load(args.runtime_dir / "keys") if args.input.startswith("tcp:") else None,
-    )
+    return {
+        "resolved": _resolved(core.config, core.runner.info) | more,
+        "input_address": args.input,
+        "output_address": args.output,
+        "curve": CurveServer.load(args.runtime_dir / "keys") if args.input.startswith("tcp:") else None,
+    }
 
 
 def _resolved(config: EngineConfig, info: RunnerInfo) -> dict[str, Any]:

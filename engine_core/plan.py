@@ -111,10 +111,24 @@ class StepPlan:
     def is_dummy(self) -> bool:
         return self.num_rows > 0 and self.slots[0] < 0
 
+    @classmethod
+    def empty(cls) -> StepPlan:
+        """A step of no plan, which changes nothing."""
+        none = np.zeros(0, np.int32)
+        return cls(-1, none.astype(np.intp), none, none, none.astype(np.bool_))
+
     @property
     def ends(self) -> I32:
         """int32 [rows]: the position behind the row's last query token."""
         return self.starts + self.query_lens
+
+
+class LeastSize(NamedTuple):
+    """The least size of a step, where ranks in lockstep run steps of one size: nothing in it is 0."""
+
+    rows: int
+    tokens: int
+    max_query_len: int
 
 
 class RowLogprobs(NamedTuple):
@@ -218,6 +232,18 @@ class Runner(Protocol):
         Raises:
             NotSupportedError: this runner, or its settings, cannot.
             ValidationError: it is running already, or is not.
+        """
+
+
+class LockstepRunner(Runner, Protocol):
+    """Runs steps of ranks in lockstep, too."""
+
+    def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
+        """Start a step, as above.
+
+        Args:
+            least: of a step in lockstep: there is a forward pass even without a plan or its rows, and on a device that
+                pads steps it is padded to this size at least. Without rows it writes no block.
         """
 
 

@@ -54,7 +54,7 @@ TIERS = {
     ),
     "parallel": (
         ("layers", "ranks"),
-        ("collectives",),
+        ("collectives", "wave"),
     ),
     "kernels": (
         ("ops",),

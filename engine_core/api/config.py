@@ -14,13 +14,14 @@ from typing import Annotated, Literal, Self
 from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
 from wavecore.engine_core.api.request_options import DEADLINE, MAX_ENGINES
 from wavecore.engine_core.api.sampling_params import SEED
-from wavecore.transport.errors import ConfigError
+from wavecore.transport.errors import ConfigError, NotSupportedError
 from wavecore.transport.wire.checks import Checker
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority", "hybrid"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 8192  # defaults
+MAX_LOCKSTEP_RANKS = 256  # of a group's memory
 # Bounds of settings; above the most of a whole number an engine would only die later, of memory
 COUNT = Bounds(1, (1 << 63) - 1)
 ABOVE_ZERO = Bounds(0.0, math.inf, above=True)
@@ -93,6 +94,8 @@ class EngineConfig:
         tensor_parallel_size: devices of one engine, which share the model. They divide its heads and its MLP evenly.
         data_parallel_size: engines of one deployment, each with the whole model and devices of its own, or a share of
             the CPU's threads; requests go to the least loaded.
+        dp_lockstep: data-parallel engines run the same number of forward passes, as models need whose engines share
+            some of the work: all wait for the slowest, pause and end together, and are one failure domain.
     """
 
     model: str = "default"
@@ -138,9 +141,15 @@ class EngineConfig:
     custom_ops: dict[str, str] | None = None
     tensor_parallel_size: Annotated[int, Bounds(1, 1 << 10)] = 1
     data_parallel_size: Annotated[int, Bounds(1, MAX_ENGINES)] = 1
+    dp_lockstep: bool = False
 
     def __post_init__(self) -> None:
         make_plain(self, CHECKS)
+        if self.dp_lockstep and not 1 < self.data_parallel_size <= MAX_LOCKSTEP_RANKS:
+            size = f"data_parallel_size is {self.data_parallel_size}"
+            raise ConfigError(f"dp_lockstep needs a data_parallel_size of 2 to {MAX_LOCKSTEP_RANKS}; {size}")
+        if self.dp_lockstep and self.tensor_parallel_size > 1:
+            raise NotSupportedError("dp_lockstep with tensor_parallel_size above 1; leave one of them out")
         if self.max_num_batched_tokens >= self.max_num_seqs:
             return
         if self.max_num_seqs == MAX_NUM_SEQS:

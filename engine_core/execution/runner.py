@@ -31,7 +31,7 @@ from wavecore.engine_core.execution.pinned_copies import CopyOut, pinned_zeros, 
 from wavecore.engine_core.execution.step_extras import Extras, room_for_extras
 from wavecore.engine_core.execution.step_shape import Bucket, Buckets, StepShape
 from wavecore.engine_core.models.decoder import Collective, Decoder
-from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, RunnerInfo, StepPlan
+from wavecore.engine_core.plan import F32, LeastSize, OutOfMemory, PendingStep, RunnerInfo, StepPlan
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers, StepRows
 from wavecore.kernels.sampling.rows import SamplingRows
@@ -114,23 +114,24 @@ class ModelRunner:
     def block_bytes(self) -> int:
         return self.model.spec.kv_values_per_token * self.info.block_size * self.model.embedding.dtype.itemsize
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Begin a step. Steps are waited for in launch order; at most two are in flight.
+    def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
+        """Begin a step, see `plan.LockstepRunner`. Steps are waited for in launch order; at most two are in flight.
 
         Raises:
             OutOfMemory: the device cannot hold the step.
         """
+        found = StepPlan.empty() if plan is None else plan
         if self.device.type == "cpu":
-            return Deferred(lambda: self.start(plan).wait())
-        return self.start(plan)
+            return Deferred(lambda: self.start(found, least).wait())
+        return self.start(found, least)
 
     @torch.inference_mode()
-    def start(self, plan: StepPlan) -> Launched:
+    def start(self, plan: StepPlan, least: LeastSize | None = None) -> Launched:
         """Begin the plan's block copies, apply its events, run its rows, and begin to fetch what they produce."""
         with self._out_of_memory(plan):
             self.copies.join(plan.after)
             self.copies.start(plan, self.kv_cache, self.host_kv_cache)
-            shape, state = StepShape(plan, self.buckets), self.state
+            shape, state = StepShape(plan, self.buckets, least), self.state
             state.begin(plan.new_requests)
             extras = Extras(shape, state, self.out)
             more_changes = state.input.bring(shape, extras.logprob_rows, state.sampling.host_columns)
@@ -139,7 +140,7 @@ class ModelRunner:
             self.copies.join_copies()
             if plan.captures:
                 self.graphs.capture(self.model.group.least)
-            if not plan.num_rows:
+            if not shape.bucket.rows:
                 ops.update_block_table(state.block_table, state.input.changes)
                 return Launched(shape, None, extras, self.copies)
             self.out.clear()

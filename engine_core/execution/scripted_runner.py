@@ -26,7 +26,8 @@ launch order, like kernels on a stream. Imports no torch: starts in a fraction o
         exit_at_phase: {"phase": "load" or "kv_cache", "code": 3} or {"phase": ..., "signal": 9}: the process ends there
         nan_token: rows of prompts that start with this token come back as NaN faults
         request_fault_token: a step with such a prompt raises RequestFault for it
-        oom_token: a step with such a prompt raises OutOfMemory; oom_at_steps: [step id, ...] do
+        oom_token: a step with such a prompt raises OutOfMemory; oom_at_steps: [step id, ...] do; oom_at_launches:
+            [step id, ...] do before they begin
         raise_at_step, hang_at_step: step id at which `wait` raises RuntimeError, or never returns
         exit_at_step: {"step": 5, "code": 3} or {"step": 5, "signal": 9}
         wait_at_step: {"step": 5, "rank": 0}: in this step the rank waits for that one, for ever
@@ -53,6 +54,7 @@ import numpy.typing as npt
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import (
     F32,
+    LeastSize,
     NewRequest,
     OutOfMemory,
     RequestFault,
@@ -114,10 +116,10 @@ class Script:
 
 
 class ScriptedRunner:
-    """Implements `plan.Runner`.
+    """Implements `plan.LockstepRunner`.
 
     Args:
-        group: shared with the workers, if there are any.
+        group: shared with the workers, or with ranks in lockstep, if there are any.
     """
 
     def __init__(
@@ -128,8 +130,8 @@ class ScriptedRunner:
         group: GroupMemory | None = None,
     ) -> None:
         self.script = script or Script.read(config.model)
-        self.chain = StepChain(group) if group else None
-        self.faults = self.script.faults_of(0)
+        self.chain = StepChain(group) if group and not config.dp_lockstep else None
+        self.faults = self.script.faults_of(group.rank if group else 0)
         _load(self.script, self.faults, progress or (lambda *_: None))
         host = self.script.num_host_blocks if config.swap_space_gib > 0 else 0
         self.info = RunnerInfo(
@@ -157,8 +159,12 @@ class ScriptedRunner:
         self.transferred = -1
         self.device_free = 0.0  # when the made-up device is done with what was waited for
 
-    def launch(self, plan: StepPlan) -> _Pending:
-        pending = _Pending(self, plan, time.monotonic(), self.chain.launch() if self.chain else 0)
+    def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> _Pending:  # noqa: ARG002 (pads nothing)
+        if plan is not None and plan.step_id in self.faults.get("oom_at_launches", ()):
+            self.queue.clear()
+            raise OutOfMemory("the scripted model was told to have no memory for this step")
+        steps = self.chain.launch() if self.chain else 0
+        pending = _Pending(self, StepPlan.empty() if plan is None else plan, time.monotonic(), steps)
         self.queue.append(pending)
         return pending
 
@@ -183,7 +189,8 @@ class ScriptedRunner:
         for new in plan.new_requests:
             self.requests[new.slot] = new
             self.tokens[new.slot, : len(new.token_ids)] = new.token_ids
-        self._fail(plan)
+        if plan.step_id >= 0:
+            self._fail(plan)
         self.table[plan.table[:, 0], plan.table[:, 1]] = plan.table[:, 2]
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True))
         # A row may read, right before its start, what another row of this step writes: earlier positions go first.
@@ -198,7 +205,7 @@ class ScriptedRunner:
             plan = self.transfers.popleft()
             _copy(plan.swap_out, self.blocks, self.host_blocks)
             _copy(plan.swap_in, self.host_blocks, self.blocks)
-            self.transferred = plan.step_id
+            self.transferred = max(self.transferred, plan.step_id)
 
     def _write(self, slot: int, start: int, length: int) -> None:
         size = self.info.block_size

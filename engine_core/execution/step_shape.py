@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wavecore.engine_core.plan import StepPlan
+from wavecore.engine_core.plan import LeastSize, StepPlan
 
 MAX_BUCKET = 2048
 
@@ -31,6 +31,14 @@ class Bucket(NamedTuple):
     rows: int
     num_decode_rows: int
     max_query_len: int
+
+    def at_least(self, least: LeastSize) -> Bucket:
+        return Bucket(
+            max(self.tokens, least.tokens),
+            max(self.rows, least.rows),
+            self.num_decode_rows,
+            max(self.max_query_len, least.max_query_len),
+        )
 
 
 class Buckets:
@@ -72,6 +80,8 @@ class StepShape:
 
     Args:
         buckets: None pads nothing.
+        least: of a step in lockstep, which has at least a padding row; see `LockstepRunner.launch`. Above the largest
+            padded size each rank's step has its own size, and none a graph.
 
     Attributes:
         ends: int32 [rows], as of the plan.
@@ -81,7 +91,7 @@ class StepShape:
         has_graph: whether the bucket may have one.
     """
 
-    def __init__(self, plan: StepPlan, buckets: Buckets | None) -> None:
+    def __init__(self, plan: StepPlan, buckets: Buckets | None, least: LeastSize | None = None) -> None:
         rows, tokens = plan.num_rows, plan.num_tokens
         self.plan, self.ends, self.num_tokens = plan, plan.ends, tokens
         self.num_samples = int(np.count_nonzero(plan.samples))
@@ -91,10 +101,14 @@ class StepShape:
             num_decode_rows = rows - int(np.count_nonzero(long))
             assert long[num_decode_rows:].all(), "a plan's rows with one query token come first"
             found = Bucket(tokens, rows, num_decode_rows, int(plan.query_lens.max()))
-        if buckets is not None and rows:
-            found = buckets.padded(found)
+        if least is not None and not rows:
+            found = Bucket(1, 1, 1, 1)
+        self.has_graph = False
+        if buckets is not None and found.rows:
+            fits = least is None or least.tokens <= buckets.tokens[-1]
+            found = buckets.padded(found.at_least(least) if least is not None and fits else found)
+            self.has_graph = fits and found in buckets.graphs
         self.bucket = found
-        self.has_graph = buckets is not None and found in buckets.graphs
 
 
 def bucket(size: int, limit: int) -> int:

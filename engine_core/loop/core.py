@@ -116,7 +116,7 @@ class EngineCore:
         requests = self.requests
         if requests.by_client or self.in_flight or requests.outputs or len(requests.kv.transfers):
             return True
-        return self.runner.wants_capture(1) and not self.draining
+        return self._capture_is_due()
 
     def step(self) -> tuple[dict[bytes, StepTokens], bool]:
         """One turn of the loop. Returns the output by client, and whether a step was launched."""
@@ -145,6 +145,8 @@ class EngineCore:
 
     def _capture_is_due(self) -> bool:
         """Without requests, whatever ran without a graph gets one; beside them, what runs often, now and then."""
+        if self.draining:
+            return False
         if not self.requests.by_client:
             return self.runner.wants_capture(1)
         return self._clock() >= self._captured_at + CAPTURE_SECONDS and self.runner.wants_capture(OFTEN)
@@ -153,12 +155,15 @@ class EngineCore:
         """Launch the plan, if there is one."""
         if plan is None:
             return False
+        self._launch(plan, self.runner.launch)
+        return True
+
+    def _launch(self, plan: StepPlan, start: Callable[[StepPlan], PendingStep]) -> None:
         try:
-            self.in_flight.append((plan, self.runner.launch(plan), self._clock()))
+            self.in_flight.append((plan, start(plan), self._clock()))
             self._expect(self.pace.token_seconds * sum(plan.num_tokens for plan, *_ in self.in_flight))
         except (RequestFault, OutOfMemory) as fault:
             self._recover(fault, plan)
-        return True
 
     def wait(self) -> tuple[StepPlan, StepResult] | None:
         """Wait for the oldest step in flight; None if there is none, or it failed."""
@@ -168,7 +173,7 @@ class EngineCore:
         try:
             result = pending.wait()
         except (RequestFault, OutOfMemory) as fault:
-            self._recover(fault, plan)
+            self._recover_begun(fault, plan)
             return None
         if plan.num_rows:
             self.scheduler.budget.step_fitted()
@@ -178,6 +183,10 @@ class EngineCore:
     def _recover(self, fault: RequestFault | OutOfMemory, failed: StepPlan) -> None:
         self.in_flight.clear()
         recover(fault, failed, self.requests, self.scheduler.budget, self.runner.info)
+
+    def _recover_begun(self, fault: RequestFault | OutOfMemory, failed: StepPlan) -> None:
+        """A step failed that had been launched."""
+        self._recover(fault, failed)
 
     def _measure(self, plan: StepPlan, launched: float) -> None:
         """Learn how long steps take, and from that whether swapping pays."""

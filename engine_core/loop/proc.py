@@ -58,6 +58,7 @@ class EngineCoreProc:
         resolved: goes to clients in READY.
         input_address, output_address: ipc path, or tcp address with a port or :0.
         curve: keys for tcp.
+        input_queue: of what comes in; None makes one.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class EngineCoreProc:
         input_address: str,
         output_address: str,
         curve: CurveServer | None,
+        input_queue: queue.SimpleQueue[Any] | None = None,
     ) -> None:
         self.core = core
-        self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue() if input_queue is None else input_queue
         self._child, self._progress = child, child.progress
         self._epoch, self._resolved = os.urandom(16), dict(resolved)  # the epoch names this life of the engine
         self._stop_at: float | None = None  # draining: when the rest is aborted
@@ -123,7 +125,7 @@ class EngineCoreProc:
     def run_busy_loop(self) -> None:
         """Drain the input, make some calls, step, hand out; until stopped and out of work."""
         core, moved = self.core, True
-        while core.has_work or self._stop_at is None:
+        while not self._is_done:
             self._process_input_queue(moved)
             self._make_calls()
             if not core.has_work:
@@ -135,19 +137,26 @@ class EngineCoreProc:
             if outputs:
                 self._output.put(outputs)
 
+    @property
+    def _is_done(self) -> bool:
+        return self._stop_at is not None and not self.core.has_work
+
     def _process_input_queue(self, moved: bool) -> None:
         if not self.core.has_work and not self._calls:
             self._progress.busy(False)
-            item = self.input_queue.get()
+            self._sleep(None)
             self._progress.busy(True)
-            self._handle(item)
         elif not moved and not self._calls:  # work that cannot run just now: no reason to spin
-            with contextlib.suppress(queue.Empty):
-                self._handle(self.input_queue.get(timeout=_NOTHING_RAN_SECONDS))
+            self._sleep(_NOTHING_RAN_SECONDS)
         for _ in range(self.input_queue.qsize()):  # what comes meanwhile waits for the next turn
             self._handle(self.input_queue.get())
-        if self._stop_at is not None and time.monotonic() >= self._stop_at and self.core.has_work:
+        if self._stop_at is not None and time.monotonic() >= self._stop_at:
             self.core.abort_all("engine_dead", "the engine was stopped before this request ended; send it again")
+
+    def _sleep(self, seconds: float | None) -> None:
+        """Until something came in, or the time is over."""
+        with contextlib.suppress(queue.Empty):
+            self._handle(self.input_queue.get(timeout=seconds))
 
     def _handle(self, item: Any) -> None:
         match item:

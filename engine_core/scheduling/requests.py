@@ -46,6 +46,8 @@ class Totals:
     recomputed_tokens: int = 0
     swapped_tokens: int = 0
     finished: int = 0
+    waves: int = 0
+    dummy_steps: int = 0
 
 
 class Requests:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Never
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.plan import Runner
+from wavecore.engine_core.plan import LockstepRunner, Runner
 from wavecore.transport.processes.group_memory import GroupMemory
 
 if TYPE_CHECKING:
@@ -39,6 +39,25 @@ def make_runner(
     from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
 
     return GroupRunner(runner, group)
+
+
+def make_lockstep_runner(
+    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory
+) -> LockstepRunner:
+    """Load `config.model` for a rank in lockstep, which has all of it.
+
+    Args:
+        progress: as for `make_runner`.
+        group: shared with the other ranks.
+
+    Raises:
+        ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
+    """
+    if config.model.startswith("scripted:"):
+        from wavecore.engine_core.execution.scripted_runner import ScriptedRunner
+
+        return ScriptedRunner(config, progress, group=group)
+    return _load(config, progress, None)
 
 
 def make_worker(

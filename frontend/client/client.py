@@ -234,12 +234,18 @@ class EngineClient:
         known = engine.state is EngineState.DOWN or engine.epoch != epoch
         if known or (state is EngineState.UNREACHABLE and engine.state is not EngineState.BROKEN):
             return
-        engine.error = error
-        self._requests.abort_all_at(engine)  # for an engine that lives behind a broken connection
-        engine.state = state
-        self._requests.lose(engine, error, everything=True)
+        ends = [engine]
+        if state is EngineState.DOWN and (life := engine.resolved.get("lockstep")):  # the others end with it
+            same = [each for each in self._engines.values() if each.resolved.get("lockstep") == life]
+            ends = [each for each in same if each.state is not EngineState.DOWN]
+        for each in ends:
+            each.error = error
+            self._requests.abort_all_at(each)  # for an engine that lives behind a broken connection
+            each.state = state
         logger.debug("%s", error)  # whoever is concerned gets it as an exception, and the supervisor logs it
-        self._calls.fail(engine.index, error)
+        for each in ends:
+            self._requests.lose(each, error, everything=True)
+            self._calls.fail(each.index, error)
         self._watch.look_later()
 
     def _refuse(self, reason: WavecoreError, rank: int | None = None) -> None:

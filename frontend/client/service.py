@@ -289,6 +289,8 @@ def make_supervisor(
         return ChildSpec(f"engine {index}", "wavecore.engine_core", config_text, env, *advice, device=place.name)
 
     groups = [[spec(index, place) for place in ranks] for index, ranks in enumerate(places(config))]
+    if config.dp_lockstep:
+        groups = [[replace(rank, serves=True) for ranks in groups for rank in ranks]]
     limits = limits or Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout)
     where = {"runtime_dir": config.runtime_dir, "address": config.address}
     return Supervisor(groups, limits=limits, on_output=on_output, **where)

@@ -19,7 +19,7 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.prompts import PromptType, as_prompt
-from wavecore.transport.errors import ValidationError
+from wavecore.transport.errors import NotSupportedError, ValidationError
 from wavecore.transport.wire.checks import OF_REQUEST
 from wavecore.transport.wire.tensors import to_numpy
 
@@ -43,6 +43,13 @@ def call_all(client: EngineClient, method: str, **args: Any) -> list[Any]:
     return [future.result().value for future in futures]
 
 
+def ask_group(service: Service, method: str) -> None:
+    """Call a method of all ranks in lockstep: of one, which asks the others."""
+    if not service.resolved.get("lockstep"):
+        raise NotSupportedError(f"{method}() is for engines that run in lockstep; start with dp_lockstep")
+    service.client.call(method).result()
+
+
 class Inspection:
     """What `LLM` offers to look into its engines; `AsyncLLM` makes coroutines of it.
 
@@ -62,6 +69,24 @@ class Inspection:
         """Forget cached prefixes, for instance after a change of weights."""
         call_all(self._service.client, "reset_prefix_cache")
         return True
+
+    def pause(self) -> None:
+        """Stop the engines of a lockstep group; returns when all their devices are idle.
+
+        Requests keep their place and their KV cache, and new ones queue up. Deadlines pass on. Any client may `resume`.
+
+        Raises:
+            NotSupportedError: the engines do not run in lockstep.
+        """
+        ask_group(self._service, "pause")
+
+    def resume(self) -> None:
+        """End a pause, whoever began it.
+
+        Raises:
+            NotSupportedError: the engines do not run in lockstep.
+        """
+        ask_group(self._service, "resume")
 
     def debug_requests(self, limit: int = MAX_SHOWN, offset: int = 0) -> list[dict[str, Any]]:
         """A page of the requests in each engine: those that hold a slot, then the queue in order.
@@ -101,6 +126,8 @@ class Inspection:
                 preemptions: times that a request lost its blocks to another.
                 recomputed_tokens, swapped_tokens: tokens that were computed again, or moved to the host, for that.
                 finished: choices that ended.
+                waves, dummy_steps: of engines in lockstep: times between two moments in which all were idle, and
+                    forward passes of an engine that had no step, beside those of others.
                 schedule_seconds, launch_seconds, wait_seconds, update_seconds: time in each phase of the loop: plan a
                     step, queue it on the device, wait for its tokens, hand them out. On a CPU `wait` computes.
                 schedule_share, ...: the same as parts of their sum, 0 to 1.

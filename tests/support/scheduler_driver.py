@@ -12,7 +12,7 @@ from tests.support.scripted_model import scripted_output
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.scripted_runner import POISON, Script, ScriptedRunner
 from wavecore.engine_core.loop.core import EngineCore
-from wavecore.engine_core.plan import StepPlan, StepResult
+from wavecore.engine_core.plan import LeastSize, StepPlan, StepResult
 from wavecore.transport.wire.messages import Add, FinishReason, StepTokens, TensorFrame
 
 CLIENT = b"c" * 16
@@ -31,7 +31,9 @@ class PoisoningRunner(ScriptedRunner):
     def wants_capture(self, uses: int) -> bool:
         return self.uses >= uses
 
-    def launch(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> Any:
+        if plan is None:
+            return super().launch(None, least)
         for events in (plan.swap_out, plan.swap_in, plan.copies):
             assert len(set(events[:, 1].tolist())) == len(events), "one step copies twice to the same block"
         assert set(plan.copies[:, 0].tolist()).isdisjoint(plan.copies[:, 1].tolist()), "a chain of copies"
@@ -45,7 +47,7 @@ class PoisoningRunner(ScriptedRunner):
             self.uses, self.captures = 0, self.captures + 1
         assert plan.after < plan.step_id
         self.swapped_out += plan.swap_out[:, 0].tolist()
-        pending = super().launch(plan)
+        pending = super().launch(plan, least)
         kv = self.pools
         pending.poison = [
             b for b in range(1, kv.device.num_blocks) if not kv.device.refs(b) and not kv.device.hash_of(b)
@@ -88,7 +90,7 @@ class SchedulerDriver:
         self.config = EngineConfig(model="scripted:", **config)
         self.runner = PoisoningRunner(self.config, script=script or Script())
         self.clock = Clock()
-        self.core = EngineCore(self.config, self.runner, clock or self.clock)
+        self.core = self.make_core(clock or self.clock)
         self.runner.pools = self.core.requests.kv
         self._start_urgent = self.core.scheduler._start_urgent
         self.core.scheduler._start_urgent = self.start_urgent  # type: ignore[method-assign]
@@ -100,6 +102,9 @@ class SchedulerDriver:
         self.sent: dict[int, tuple[list[int], dict[str, Any]]] = {}
         self.first_step: dict[int, int] = {}
         self.steps = 0
+
+    def make_core(self, clock: Callable[[], float]) -> EngineCore:
+        return EngineCore(self.config, self.runner, clock)
 
     def add(
         self,

@@ -3,6 +3,9 @@
 Rank 0 is the process that clients talk to; the other ranks are its workers. They are one failure domain: when one ends,
 fails or is stuck, all are ended at once, and the group starts again as a whole, after a pause, or is given up.
 
+In a lockstep group every rank serves clients, and is an engine of the deployment with its own entry. They end together
+in order, too: when one exits with status 0, the others have a moment to hand out what they have.
+
 Which rank failed *first* decides what is told. Of those that say why they fail it is the earliest. But a process closes
 its connections before it counts as ended, by far if it holds much memory, so a peer may complain of a broken connection
 before the death that broke it is seen. Therefore who says why gives way to a rank that is ending, or has just ended,
@@ -17,9 +20,11 @@ import math
 import selectors
 import signal
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +87,18 @@ class Group:
     """Owned by the supervisor's thread.
 
     Args:
-        index: of the engine.
+        index: of the engine; of the first one, where several ranks serve.
         specs: what to run, by rank.
         runtime_dir: folder of the deployment.
         address: None for ipc, or "tcp://HOST", or "tcp://HOST:PORT".
         server_key: CURVE public key, empty on ipc.
         limits: how long things may take.
         selector: gets the ranks' descriptors, with the method to call as data.
-        on_phase: called with (index, phase, fraction) while rank 0 starts.
+        on_phase: called with (index, phase, fraction) while ranks that serve start.
         on_output: called with a rank's name and each line that it prints.
 
     Attributes:
-        entry: its line of the deployment; replaced, never changed.
+        entries: lines of the deployment, one for each rank that serves; replaced, never changed.
         resolved: what rank 0 resolved at start.
         failure: set when the first start failed.
     """
@@ -111,7 +116,8 @@ class Group:
         on_phase: Callable[[int, str, float], None],
         on_output: Callable[[str, str], None],
     ) -> None:
-        self.entry = EngineEntry(index, server_key=server_key)
+        self._serving = serving_ranks(specs)
+        self.entries = tuple(EngineEntry(index + i, server_key=server_key) for i in range(len(self._serving)))
         self.resolved: Mapping[str, Any] = {}
         self.failure: WavecoreError | None = None
         self._specs, self._dir, self._address, self._limits = tuple(specs), runtime_dir, address, limits
@@ -136,18 +142,19 @@ class Group:
             self._end_ranks()
             self._died(Cause("resource", f"{self._name(rank)} could not be started: {error}", "start", rank))
         else:
-            self._change(pid=self._ranks[0].entry.pid, state="restarting" if self._was_ready else "starting")
+            self._change(state="restarting" if self._was_ready else "starting")
 
     def stop(self, drain: float) -> None:
         """End all ranks, after at most `drain` seconds of finishing requests; never start them again."""
         self._stopping, self._spawn_at = True, math.inf
         if not self._alive:
             self._change(state="stopped")
-        elif self._is_over or self.entry.state not in ("ready", "draining"):
+        elif self._is_over or self.state not in ("ready", "draining"):
             self._ready_by = math.inf
             self._end_ranks()  # they are still loading: there is nothing to end in order
-        else:  # workers go on as long as rank 0 needs them
-            self._ranks[0].child.signal(signal.SIGTERM if drain > 0 else signal.SIGINT)
+        else:  # workers go on as long as they are needed
+            for rank in self._serving:
+                self._ranks[rank].child.signal(signal.SIGTERM if drain > 0 else signal.SIGINT)
             self._kill_at = min(self._kill_at, time.monotonic() + drain + self._limits.grace)
             self._change(state="draining")
 
@@ -164,7 +171,7 @@ class Group:
             self._end_ranks()
         if self._is_over:
             if now >= self._spawn_at and not self._alive:
-                self.entry = replace(self.entry, restarts=self.entry.restarts + 1)
+                self._change(restarts=self.entries[0].restarts + 1)
                 self.spawn()
         elif self._kill_at < math.inf:
             return
@@ -177,6 +184,11 @@ class Group:
         elif stuck := self._watch.tick():
             self._give_up(self._ranks[stuck[0]], "stuck", f"was stuck and has been ended: {stuck[1]}")
 
+    @property
+    def state(self) -> str:
+        """Of all its entries."""
+        return self.entries[0].state
+
     # --- one life -------------------------------------------------------------------------------------------------
 
     @property
@@ -185,26 +197,39 @@ class Group:
         return len(self._specs) == 1
 
     @property
+    def _ends_in_order(self) -> bool:
+        """The first rank to end served clients, and had nothing left to do."""
+        first = self._first
+        if first is None or first.cause is None or first.entry.rank not in self._serving:
+            return False
+        return first.cause.status == 0
+
+    @property
     def _alive(self) -> bool:
         return any(rank.cause is None for rank in self._ranks)
 
     def _spawn_ranks(self) -> None:
-        ours = self.entry
-        argv = ["--index", str(ours.index), "--runtime-dir", str(self._dir)]
-        argv += ["--input", ours.input or self._bind("in"), "--output", ours.output or self._bind("out")]
         with contextlib.ExitStack() as until_spawned:
             shared = [] if self._is_alone else group_memory.create(len(self._specs), until_spawned)
             for rank, spec in enumerate(self._specs):
+                entry = self._entry_of(rank)
+                argv = ["--index", str(entry.index), "--runtime-dir", str(self._dir)]
+                argv += ["--input", entry.input or self._bind(entry.index, "in")]
+                argv += ["--output", entry.output or self._bind(entry.index, "out")]
                 words = [*spec.argv, *argv, *([] if self._is_alone else ["--rank", str(rank)])]
                 rank_process = RankProcess(
                     rank,
                     replace(spec, name=self._name(rank), argv=words, fds=[*spec.fds, *shared]),
                     selector=self._selector,
-                    on_phase=partial(self._on_phase, ours.index) if rank == 0 else lambda *_: None,
+                    on_phase=partial(self._on_phase, entry.index) if rank in self._serving else lambda *_: None,
                     on_change=self._on_change,
                     on_output=partial(self._on_output, self._name(rank)),
                 )
                 self._ranks.append(rank_process)
+
+    def _entry_of(self, rank: int) -> EngineEntry:
+        """Of the rank itself, or of the engine whose worker it is."""
+        return self.entries[bisect_right(self._serving, rank) - 1]
 
     def _on_change(self, rank: RankProcess) -> None:
         """A rank is ready, says why it fails, or has ended."""
@@ -213,23 +238,28 @@ class Group:
             self._serve()
         if self._first is None and not self._is_over and rank.failed:
             self._first = self._failed_first(rank)
-            for other in self._ranks:
-                if other is not self._first:
+            for number, other in enumerate(self._ranks):
+                if other is not self._first and not (self._ends_in_order and number in self._serving):
                     other.kill()
             self._kill_at = min(self._kill_at, time.monotonic() + self._limits.grace)
-        if self._first is not None:
+        leaving = self._ends_in_order and any(self._ranks[number].cause is None for number in self._serving)
+        if self._first is not None and not leaving:
             self._tell(self._first)
-        self._change(state="stopped" if self._stopping and not self._alive else self.entry.state)
+        self._change(state="stopped" if self._stopping and not self._alive else self.state)
 
     def _serve(self) -> None:
         """All ranks are ready."""
-        said = self._ranks[0].endpoints
-        assert said is not None
         self.resolved = self._ranks[0].resolved
         self._was_ready = True
         pages = [(rank.entry.pid, rank.child.progress) for rank in self._ranks]
         self._watch = GroupWatch(pages, self._limits.idle, self._limits.step)
-        self._change(state="ready", cause=None, epoch=said.epoch, input=said.input, output=said.output)
+        said = [self._ranks[rank].endpoints for rank in self._serving]
+        self.entries = tuple(
+            replace(entry, epoch=its.epoch, input=its.input, output=its.output)
+            for entry, its in zip(self.entries, said, strict=True)
+            if its is not None
+        )
+        self._change(state="ready", cause=None)
 
     def _failed_first(self, rank: RankProcess) -> RankProcess:
         """Who failed first when this is the first rank of which we hear; see the head of this file."""
@@ -250,7 +280,7 @@ class Group:
         cause = cause if says_who else cause.located()
         if not self._is_over:
             self._died(cause)
-        elif self.entry.cause is not None:
+        elif self.entries[0].cause is not None:
             self._change(cause=cause)
 
     def _give_up(self, rank: RankProcess, code: str, reason: str) -> None:
@@ -290,7 +320,13 @@ class Group:
     # --- words ----------------------------------------------------------------------------------------------------
 
     def _change(self, **values: Any) -> None:
-        self.entry = replace(self.entry, ranks=tuple(rank.entry for rank in self._ranks), **values)
+        """Bring all entries up to date, with these values in each."""
+        ranks = tuple(rank.entry for rank in self._ranks)
+        of_each = [ranks[first:end] for first, end in pairwise([*self._serving, len(self._specs)])]
+        self.entries = tuple(
+            replace(entry, pid=own[0].pid if own else entry.pid, ranks=own, **values)
+            for entry, own in zip(self.entries, of_each, strict=True)
+        )
 
     def _name(self, rank: int) -> str:
         name = self._specs[rank].name
@@ -306,10 +342,15 @@ class Group:
             error.add_note(cause.traceback or "\n".join(("Its last output:", *cause.log_tail[-20:])))
         return error
 
-    def _bind(self, which: str) -> str:
+    def _bind(self, index: int, which: str) -> str:
         if self._address:
-            return engine_ports(self._address, self.entry.index)[which == "out"]
-        return f"ipc://{self._dir}/{socket_name(self.entry.index, which)}"
+            return engine_ports(self._address, index)[which == "out"]
+        return f"ipc://{self._dir}/{socket_name(index, which)}"
+
+
+def serving_ranks(specs: Sequence[ChildSpec]) -> list[int]:
+    """Those of a group that clients connect to."""
+    return [rank for rank, spec in enumerate(specs) if rank == 0 or spec.serves]
 
 
 def socket_name(index: int, end: str) -> str:

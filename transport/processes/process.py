@@ -52,6 +52,7 @@ class ChildSpec:
         argv: further arguments of the module.
         fds: (name, descriptor) of what it inherits besides; it hears the numbers as `--NAME-fd NUMBER`.
         device: what it computes on, for people.
+        serves: clients connect to this rank of its group, as they do to rank 0: it is an engine of the deployment.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ChildSpec:
     argv: Sequence[str] = ()
     fds: Sequence[tuple[str, int]] = ()
     device: str = ""
+    serves: bool = False
 
 
 class Child:

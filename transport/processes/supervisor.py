@@ -33,7 +33,7 @@ from wavecore.transport.errors import EngineDead, ResourceError, StartError, Wav
 from wavecore.transport.headroom import check_headroom
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Deployment
-from wavecore.transport.processes.group import Group, Limits, socket_name
+from wavecore.transport.processes.group import Group, Limits, serving_ranks, socket_name
 from wavecore.transport.processes.logs import LineWriter
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.runtime_dir import RuntimeDir
@@ -57,7 +57,7 @@ class Supervisor:
     """Runs engines until `stop`, or for ever.
 
     Args:
-        groups: an engine each, index = place in the list; of each its ranks, rank = place.
+        groups: of each its ranks, rank = place; the first of a group, and each other one that serves, is an engine.
         runtime_dir: see runtime_dir.RuntimeDir.
         address: None binds ipc sockets in the runtime directory; "tcp://HOST[:PORT]" that interface, with CURVE.
         limits: how long things may take.
@@ -116,7 +116,8 @@ class Supervisor:
             raise StartError("this supervisor was started before; make a new one")
         ranks = [len(specs) for specs in self._specs]
         check_headroom("an engine's supervisor", 19 + 4 * sum(ranks) + max(ranks), 3)
-        sockets = [socket_name(index, end) for index in range(len(self._specs)) for end in ("in", "out")]
+        engines = sum(len(serving_ranks(specs)) for specs in self._specs)
+        sockets = [socket_name(index, end) for index in range(engines) for end in ("in", "out")]
         keys = ["keys", *(f"keys/{name}" for name in (*curve.KEY_FILES, curve.ALLOW_LIST))]
         self._dir = RuntimeDir(
             self._where, [deployment.FILE, deployment.SCRATCH, *(keys if self._address else sockets)]
@@ -257,7 +258,7 @@ class Supervisor:
                 raise ResourceError(f"cannot write the keys in {keys}: {error}; name another runtime_dir") from error
         return [
             Group(
-                index,
+                sum(len(serving_ranks(before)) for before in self._specs[:place]),
                 specs,
                 runtime_dir=folder.path,
                 address=self._address,
@@ -267,7 +268,7 @@ class Supervisor:
                 on_phase=lambda *phase: self._phases.put(phase),
                 on_output=partial(self._show, output),
             )
-            for index, specs in enumerate(self._specs)
+            for place, specs in enumerate(self._specs)
         ]
 
     def _show(self, output: LineWriter, name: str, line: str) -> None:
@@ -279,7 +280,7 @@ class Supervisor:
         for group in groups:
             group.spawn()
         next_tick = time.monotonic() + TICK_SECONDS
-        while any(g.entry.state != "stopped" for g in groups):
+        while any(g.state != "stopped" for g in groups):
             self._publish(folder, groups)
             if not self._started and self._deployment.state == "ready":
                 self._started = True
@@ -305,8 +306,8 @@ class Supervisor:
     def _is_down(self, groups: list[Group]) -> bool:
         """The first start failed, or every engine stays down: the cause is kept for `start` or `wait`."""
         failure = next((g.failure for g in groups if g.failure is not None), None)
-        if failure is None and all(g.entry.state == "failed" for g in groups):
-            cause = groups[-1].entry.cause
+        if failure is None and all(g.state == "failed" for g in groups):
+            cause = groups[-1].entries[0].cause
             failure = EngineDead(f"every engine stays down; the last end: {cause.message if cause else 'unknown'}")
         if failure is not None:
             self._failure = failure
@@ -315,7 +316,7 @@ class Supervisor:
 
     def _publish(self, folder: RuntimeDir, groups: list[Group]) -> None:
         """Bring `deployment.json` up to date, and everything around it that somebody removed."""
-        engines = tuple(g.entry for g in groups)
+        engines = tuple(entry for group in groups for entry in group.entries)
         if engines != self._deployment.engines:
             resolved = next((g.resolved for g in groups if g.resolved), {})
             self._deployment = replace(

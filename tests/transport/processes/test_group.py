@@ -132,10 +132,10 @@ def test_ready_when_all_ranks_are(fake: Any) -> None:
     group, ranks = fake(3)
     for rank in (ranks[1], ranks[0]):
         rank.is_ready()
-        assert group.entry.state == "starting"
+        assert group.entries[0].state == "starting"
     ranks[2].is_ready()
-    assert (group.entry.state, group.entry.epoch, group.resolved) == ("ready", "0", {"rank": 0})
-    assert [rank.pid for rank in group.entry.ranks] == [group.entry.pid, 101, 102]
+    assert (group.entries[0].state, group.entries[0].epoch, group.resolved) == ("ready", "0", {"rank": 0})
+    assert [rank.pid for rank in group.entries[0].ranks] == [group.entries[0].pid, 101, 102]
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
@@ -144,10 +144,10 @@ def test_the_first_that_ends_is_the_cause_and_ends_the_others(fake: Any, first: 
     ranks[first].ends(11)
     others = [rank for rank in ranks if rank.rank != first]
     assert all(rank.killed for rank in others)
-    assert group.entry.state == "waiting"
+    assert group.entries[0].state == "waiting"
     for rank in others:
         rank.ends()
-    cause = group.entry.cause
+    cause = group.entries[0].cause
     assert cause is not None
     assert (cause.rank, cause.signal) == (first, 11)
     assert cause.message == f"engine 0 rank {first} was ended by signal 11 (while: serve)"
@@ -156,20 +156,20 @@ def test_the_first_that_ends_is_the_cause_and_ends_the_others(fake: Any, first: 
 def test_no_new_life_before_every_rank_of_the_old_one_is_gone(fake: Any) -> None:
     group, ranks = fake(2, ready=True)
     ranks[1].ends()
-    assert group.entry.state == "waiting"  # clients hear of it at once
+    assert group.entries[0].state == "waiting"  # clients hear of it at once
     assert next_life(group) == []
     ranks[0].ends()
     assert [rank.rank for rank in next_life(group)] == [0, 1]
-    assert (group.entry.state, group.entry.restarts) == ("restarting", 1)
+    assert (group.entries[0].state, group.entries[0].restarts) == ("restarting", 1)
 
 
 def test_an_engine_of_one_process_speaks_with_its_clients_until_it_ends(fake: Any) -> None:
     group, [rank] = fake(1, ready=True)
     rank.says("out of luck")
-    assert (group.entry.state, rank.killed) == ("ready", False)
+    assert (group.entries[0].state, rank.killed) == ("ready", False)
     rank.ends(0, status=5)
-    assert group.entry.cause is not None
-    assert (group.entry.state, group.entry.cause.status) == ("waiting", 5)
+    assert group.entries[0].cause is not None
+    assert (group.entries[0].state, group.entries[0].cause.status) == ("waiting", 5)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -177,16 +177,16 @@ def test_a_report_is_told_before_its_author_has_ended(fake: Any, first: int) -> 
     """That may take a while; its peers are ended at once. Clients see the connection break, and ask for the cause."""
     group, ranks = fake(2, ready=True)
     ranks[first].says("out of luck")
-    cause, message = group.entry.cause, f"rank {first}: out of luck"
+    cause, message = group.entries[0].cause, f"rank {first}: out of luck"
     assert cause is not None
-    assert (group.entry.state, cause.rank, cause.message, cause.status) == ("waiting", first, message, -1)
+    assert (group.entries[0].state, cause.rank, cause.message, cause.status) == ("waiting", first, message, -1)
     assert [rank.killed for rank in ranks] == [first != 0, first != 1]
     ranks[1 - first].ends()
     assert next_life(group) == []
     ranks[first].ends(0, status=5)
-    assert group.entry.cause == replace(cause, status=5)
+    assert group.entries[0].cause == replace(cause, status=5)
     assert len(next_life(group)) == 2
-    assert group.entry.restarts == 1
+    assert group.entries[0].restarts == 1
 
 
 def test_a_rank_that_said_why_and_does_not_end_is_killed_after_grace(fake: Any) -> None:
@@ -202,9 +202,9 @@ def test_what_a_rank_says_because_a_peer_is_gone_is_not_the_cause(fake: Any) -> 
     ranks[0].ends()
     ranks[1].says("connection closed by peer")
     ranks[1].ends(0, status=5)
-    assert group.entry.cause is not None
-    assert group.entry.cause.rank == 0
-    assert "signal 9" in group.entry.cause.message
+    assert group.entries[0].cause is not None
+    assert group.entries[0].cause.rank == 0
+    assert "signal 9" in group.entries[0].cause.message
 
 
 def test_a_report_gives_way_to_a_rank_that_is_on_its_way_out(fake: Any) -> None:
@@ -214,10 +214,10 @@ def test_a_report_gives_way_to_a_rank_that_is_on_its_way_out(fake: Any) -> None:
     ranks[0].says("connection closed by peer")
     assert ranks[0].killed
     ranks[0].ends()
-    assert group.entry.state == "ready"
+    assert group.entries[0].state == "ready"
     ranks[2].ends(11)
-    assert group.entry.cause is not None
-    assert (group.entry.cause.rank, group.entry.cause.signal) == (2, 11)
+    assert group.entries[0].cause is not None
+    assert (group.entries[0].cause.rank, group.entries[0].cause.signal) == (2, 11)
 
 
 def test_of_two_that_say_why_the_earlier_is_the_cause(fake: Any) -> None:
@@ -229,8 +229,8 @@ def test_of_two_that_say_why_the_earlier_is_the_cause(fake: Any) -> None:
     ranks[1].silent = True  # it ends, and has said why
     ranks[0].ends()
     ranks[1].ends(0, status=5)
-    assert group.entry.cause is not None
-    assert group.entry.cause.message == "rank 1: out of luck"
+    assert group.entries[0].cause is not None
+    assert group.entries[0].cause.message == "rank 1: out of luck"
 
 
 def test_ready_after_a_peer_failed_is_too_late(fake: Any) -> None:
@@ -239,7 +239,7 @@ def test_ready_after_a_peer_failed_is_too_late(fake: Any) -> None:
     ranks[1].says("bad shard")
     ranks[1].endpoints = EngineEntry(0)
     ranks[0].on_change(ranks[0])
-    assert group.entry.state == "failed"
+    assert group.entries[0].state == "failed"
     with pytest.raises(StartError, match=r"^rank 1: bad shard\n"):
         raise group.failure or AssertionError
 
@@ -249,7 +249,7 @@ def test_ready_and_dead_in_one_turn_was_ready(fake: Any) -> None:
     group, ranks = fake(1)
     ranks[0].endpoints = EngineEntry(0)
     ranks[0].ends()
-    assert (group.failure, group.entry.state) == (None, "waiting")
+    assert (group.failure, group.entries[0].state) == (None, "waiting")
 
 
 @pytest.mark.parametrize("ready", [0, 1, 2])
@@ -262,11 +262,11 @@ def test_stop_while_starting(fake: Any, ready: int) -> None:
     assert all(rank.killed for rank in ranks)
     for rank in ranks[ready:]:
         rank.is_ready()
-    assert group.entry.state == "starting"
+    assert group.entries[0].state == "starting"
     for rank in ranks:
-        assert group.entry.state == "starting"
+        assert group.entries[0].state == "starting"
         rank.ends()
-    assert (group.entry.state, group.failure) == ("stopped", None)
+    assert (group.entries[0].state, group.failure) == ("stopped", None)
     group.tick()
     assert FakeRank.made == ranks
 
@@ -279,9 +279,9 @@ def test_stop_when_ready_drains_rank_0_and_then_ends_its_workers(fake: Any) -> N
     assert ranks[0].signals == [signal.SIGTERM, signal.SIGINT]
     ranks[0].ends(0)
     assert ranks[1].killed
-    assert group.entry.state == "draining"
+    assert group.entries[0].state == "draining"
     ranks[1].ends()
-    assert (group.entry.state, group.entry.cause) == ("stopped", None)
+    assert (group.entries[0].state, group.entries[0].cause) == ("stopped", None)
 
 
 def test_a_worker_that_fails_while_rank_0_drains_ends_that(fake: Any) -> None:
@@ -290,9 +290,9 @@ def test_a_worker_that_fails_while_rank_0_drains_ends_that(fake: Any) -> None:
     ranks[1].ends()
     assert ranks[0].killed
     ranks[0].ends()
-    assert group.entry.state == "stopped"
-    assert group.entry.cause is not None
-    assert group.entry.cause.rank == 1
+    assert group.entries[0].state == "stopped"
+    assert group.entries[0].cause is not None
+    assert group.entries[0].cause.rank == 1
     assert next_life(group) == []
 
 
@@ -303,18 +303,18 @@ def test_a_rank_that_says_why_it_fails_while_rank_0_drains(fake: Any, rank: int)
     ranks[rank].says("out of luck")
     ranks[1 - rank].ends()
     ranks[rank].ends(0, status=5)
-    assert group.entry.state == "stopped"
-    assert group.entry.cause is not None
-    assert (group.entry.cause.message, group.entry.cause.status) == (f"rank {rank}: out of luck", 5)
+    assert group.entries[0].state == "stopped"
+    assert group.entries[0].cause is not None
+    assert (group.entries[0].cause.message, group.entries[0].cause.status) == (f"rank {rank}: out of luck", 5)
 
 
 def test_stop_between_a_death_and_the_end_of_the_last_rank(fake: Any) -> None:
     group, ranks = fake(2, ready=True)
     ranks[1].ends()
     group.stop(30.0)
-    assert group.entry.state != "stopped"
+    assert group.entries[0].state != "stopped"
     ranks[0].ends()
-    assert group.entry.state == "stopped"
+    assert group.entries[0].state == "stopped"
     assert next_life(group) == []
 
 
@@ -323,7 +323,7 @@ def test_stop_in_the_pause_between_two_lives(fake: Any) -> None:
     for rank in ranks:
         rank.ends()
     group.stop(30.0)
-    assert group.entry.state == "stopped"
+    assert group.entries[0].state == "stopped"
     assert next_life(group) == []
 
 
@@ -335,13 +335,13 @@ def test_a_rank_that_cannot_be_spawned(fake: Any) -> None:
     good, group._specs = group._specs, (*group._specs[:2], replace(group._specs[2], config="cannot be spawned"))
     spawned = next_life(group)
     assert [rank.killed for rank in spawned] == [True, True]
-    assert group.entry.cause is not None
-    assert (group.entry.state, group.entry.cause.rank) == ("waiting", 2)
-    assert "engine 0 rank 2 could not be started: " in group.entry.cause.message
+    assert group.entries[0].cause is not None
+    assert (group.entries[0].state, group.entries[0].cause.rank) == ("waiting", 2)
+    assert "engine 0 rank 2 could not be started: " in group.entries[0].cause.message
     spawned[0].is_ready()  # the last line in its pipe
     spawned[1].is_ready()
     spawned[0].ends()
-    assert (group.entry.state, group.entry.cause.rank) == ("waiting", 2)
+    assert (group.entries[0].state, group.entries[0].cause.rank) == ("waiting", 2)
     group._specs = good
     assert next_life(group) == []
     spawned[1].ends()

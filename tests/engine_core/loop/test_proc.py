@@ -33,7 +33,7 @@ class Recorder:
     def busy(self, busy: bool) -> None:
         self.is_busy = busy
 
-    def put(self, outputs: dict[bytes, StepTokens], _load: int) -> None:
+    def put(self, outputs: dict[bytes, StepTokens]) -> None:
         self.seen.append(("tokens", int(sum(output.counts.sum() for output in outputs.values()))))
 
     def put_result(

@@ -30,6 +30,7 @@ TORCH_FREE = ("frontend", "transport")
 TIERS = {
     "frontend": (
         ("cli", "fixtures"),
+        ("serve",),
         ("vllm",),
         ("llm",),
         ("async_llm",),
@@ -89,6 +90,8 @@ PLAIN_DATA = {"kernels.sampling.rows"}
 SAME_FILE_NAMES = {
     "__init__",
     "__main__",
+    "admission",
+    "chat",
     "layers",
     "messages",
     "request",

@@ -20,6 +20,7 @@ DATA = [
     "engine_core/models/other_forms.json",
     "engine_core/models/tensor_names.json",
     "frontend/compat.json",
+    "frontend/serve/api/fields.json",
     "frontend/vllm/modules.json",
 ]
 IMPORT_ALL = """

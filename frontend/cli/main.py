@@ -22,6 +22,7 @@ from wavecore.transport.version import VERSION
 COMMANDS = {
     "generate": ("frontend.cli.generate", "answer one prompt and stream the answer"),
     "chat": ("frontend.cli.chat", "talk to the model, with history"),
+    "serve": ("frontend.cli.serve", "run the OpenAI server"),
     "engine": ("frontend.cli.engine", "run an engine that other processes attach to"),
     "status": ("frontend.cli.status", "show running engines, their devices, load and last ends"),
     "run-vllm": ("frontend.cli.run_vllm", "run a program written for vLLM"),

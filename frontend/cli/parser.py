@@ -187,7 +187,7 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def _warn_of_typos() -> None:
-    known = {ENVIRONMENT + name.upper() for name in SETTINGS} | {"WAVECORE_CACHE"}
+    known = {ENVIRONMENT + name.upper() for name in SETTINGS} | {"WAVECORE_CACHE", "WAVECORE_API_KEY"}
     for name, value in os.environ.items():  # no error: Kubernetes makes up such names too
         if name.startswith(ENVIRONMENT) and value and name not in known:
             hint = did_you_mean(name, known, "; see --help")

@@ -117,6 +117,17 @@ class Choice:
             self._logprobs.clear()
         return output
 
+    def take_text(self) -> tuple[str, int] | None:
+        """New text and the number of its tokens, of a stream of text alone that goes on; else None: see `take`."""
+        count, _, pieces, _, ending = self._arrived
+        if ending is not _RUNS or self._new_logprobs is not None or self._keep_all:
+            return None
+        new = self.emitted[self._taken : count]
+        self._render(new, pieces)
+        self._taken = count
+        text, self._text = self._text, ""
+        return text, len(new)
+
     def _render(self, tokens: list[int], pieces: int) -> None:
         """Without stop strings tokens become text only when somebody reads."""
         if self._stops is not None:

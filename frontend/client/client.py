@@ -156,6 +156,12 @@ class EngineClient:
         return [engine.index for engine in self._engines.values() if engine.state is EngineState.UP]
 
     @property
+    def sessions(self) -> dict[int, tuple[bytes, bytes]]:
+        """Engine -> what this client is called there, and the epoch: whoever sees it die can say goodbye for it."""
+        up = [engine for engine in self._engines.values() if engine.state is EngineState.UP]
+        return {engine.index: (engine.client_id, engine.epoch) for engine in up if engine.client_id}
+
+    @property
     def resolved(self) -> Mapping[str, Any]:
         """What the first engine said at ready: model_path, max_model_len, vocab_size, ..."""
         return next((engine.resolved for engine in self._engines.values() if engine.resolved), {})

@@ -163,6 +163,11 @@ class Mailbox:
             self._embedding,
         )
 
+    def take_text(self) -> tuple[str, int] | None:
+        """`take` for nearly every delta of a stream: the text and the number of its tokens; None: call `take`."""
+        self._notified = False
+        return self._choices[0].take_text() if len(self._choices) == 1 else None
+
     @property
     def ended(self) -> bool:
         """Whether all has arrived; `take` may not have given it yet."""

@@ -319,8 +319,8 @@ def test_main_names_commands_and_what_is_missing(capsys: pytest.CaptureFixture[s
     assert main([]) == 0
     assert main(["--version"]) == 0
     assert "`wavecore engine --help` explains" in capsys.readouterr().out
-    assert main(["serve"]) == 2
-    assert "HTTP" in capsys.readouterr().err
+    assert main(["run-batch"]) == 2
+    assert "LLM.generate" in capsys.readouterr().err
     assert main(["generat"]) == 2
     assert "did you mean generate?" in capsys.readouterr().err
     assert main(["bench", "online"]) == 2

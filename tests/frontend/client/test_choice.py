@@ -510,3 +510,26 @@ def test_without_detokenize_log_probabilities_have_no_text() -> None:
         assert output is not None and output.outputs[0].logprobs is not None
         texts = [entry.decoded_token for entry in output.outputs[0].logprobs[0].values()]
         assert all(isinstance(text, str) for text in texts) if detokenize else texts == [None, None]
+
+
+def test_text_alone_is_taken_as_the_whole_delta_would_be() -> None:
+    tokens = ids("한국어 텍스트, Grüße aus Köln.")
+    plain, whole = choice(keep_all=False), choice(keep_all=False)
+    texts: list[str] = []
+    for i, token in enumerate(tokens):
+        end = FinishReason.STOP if i == len(tokens) - 1 else FinishReason.NONE
+        for one in (plain, whole):
+            one.feed([token], finish=end)
+        news = plain.take_text()
+        assert (news is None) is (end is not FinishReason.NONE), "the end is told by `take`"
+        texts.append(news[0] if news else plain.take().text)
+        assert texts[-1] == whole.take().text
+        assert news is None or news[1] == 1
+    stopping = choice(keep_all=False, stop="xy")
+    stopping.feed(ids("ax"))
+    assert stopping.take_text() == ("a", len(ids("ax")))
+    stopping.feed(ids("b"))
+    assert stopping.take_text() == ("xb", 1)
+    for other in (choice(), choice(keep_all=False, logprobs=1)):
+        other.feed(ids("a"), [entry(ids("a")[0])])
+        assert other.take_text() is None and other.take().text == "a"

@@ -1,0 +1,196 @@
+"""Outputs as JSON: chunks of a stream, and whole answers. What one kind of answer looks like is a `Shape`.
+
+Nearly every chunk is a text between two constants, so these are made once a choice and joined.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from wavecore.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from wavecore.frontend.serve.api.schema import StreamOptions
+from wavecore.frontend.serve.http.stream import escaped
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; as OpenAI writes it
+_NO_USAGE = StreamOptions()
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One kind of answer.
+
+    Attributes:
+        whole, chunk: its "object", of an answer and of a chunk.
+        first: of the chunk that opens a choice, without braces; empty for none.
+        text: what a text becomes in a chunk: bytes before and after it in JSON.
+        empty: of a chunk without text.
+        choice: of a whole answer: what a choice is, beside its index and its end.
+        logprobs: of rows, one a token, with so many alternatives. A prompt's first token has none, and only a text.
+    """
+
+    whole: str
+    chunk: str
+    first: bytes
+    text: tuple[bytes, bytes]
+    empty: bytes
+    choice: Callable[[CompletionOutput, str], dict[str, Any]]
+    logprobs: Callable[[Sequence[PositionLogprobs | str], int], Any]
+
+
+@dataclass(slots=True)
+class Events:
+    """The form of one request's answer, whole or as a `StreamForm`.
+
+    Args:
+        n: choices of each prompt.
+        num_top_logprobs: alternatives a position; None shows no log-probabilities.
+        token_ids: show them, too.
+        echoes: of each prompt its text, to go ahead of its choices, and that of its first token; empty for none.
+    """
+
+    shape: Shape
+    id: str
+    model: str
+    n: int
+    num_top_logprobs: int | None
+    stream_options: StreamOptions | None
+    token_ids: bool
+    echoes: Sequence[tuple[str, str]] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+    _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    _prompts: dict[int, RequestOutput] = field(default_factory=dict)
+    num_tokens: int = 0
+
+    @property
+    def _usage_options(self) -> StreamOptions:
+        return self.stream_options or _NO_USAGE
+
+    # --- streams -----------------------------------------------------------------------------------------------------
+
+    def around(self, place: int) -> tuple[bytes, bytes] | None:
+        found = self._around.get(place) if self.n == 1 else None
+        return found if found and found[0] else None
+
+    def chunks(self, place: int, output: RequestOutput) -> bytes:
+        parts: list[bytes] = []
+        for choice in output.outputs:
+            self.num_tokens += len(choice.token_ids)
+            index = place * self.n + choice.index
+            around, echo = self._around.get(index), None
+            if around is None:
+                echo = self.echoes[place] if self.echoes else None
+                around = self._open(index, place, output, parts)
+            if around[0] and choice.finish_reason is None and echo is None:
+                if choice.text:
+                    parts += (around[0], escaped(choice.text), around[1])
+            else:
+                self._full(index, output, choice, echo, parts)
+        return b"".join(parts)
+
+    def last(self) -> bytes:
+        if not self._usage_options.include_usage:
+            return DONE
+        return self._event([], self._usage(self._prompts.values(), self.num_tokens)) + DONE
+
+    def _open(self, index: int, place: int, output: RequestOutput, parts: list[bytes]) -> tuple[bytes, bytes]:
+        """What is sent ahead of a choice; returns what stands around its texts, nothing where chunks hold more."""
+        self._prompts.setdefault(place, output)
+        if self.shape.first:
+            parts.append(self._chunk(index, self.shape.first))
+        if self.num_top_logprobs is not None or self.token_ids or self._usage_options.continuous_usage_stats:
+            around = b"", b""
+        else:
+            before, after = self.shape.text
+            whole = self._chunk(index, before + b'"\0"' + after)
+            head, _, tail = whole.partition(b'"\0"')
+            around = head, tail
+        self._around[index] = around
+        return around
+
+    def _full(
+        self,
+        index: int,
+        output: RequestOutput,
+        choice: CompletionOutput,
+        echo: tuple[str, str] | None,
+        parts: list[bytes],
+    ) -> None:
+        """A choice's last chunks, or one with more than text."""
+        text = choice.text if echo is None else echo[0] + choice.text
+        more: dict[str, Any] = {}
+        if self.token_ids:
+            more["token_ids"] = choice.token_ids
+        logprobs = self._logprobs(output, choice, echo)
+        if text or (choice.token_ids and (self.token_ids or logprobs)):
+            before, after = self.shape.text
+            parts.append(self._chunk(index, before + escaped(text) + after, logprobs, more))
+        if choice.finish_reason is not None:
+            end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+            parts.append(self._chunk(index, self.shape.empty, None, end))
+
+    def _chunk(self, index: int, content: bytes, logprobs: Any = None, more: Mapping[str, Any] | None = None) -> bytes:
+        fields = {"logprobs": logprobs, "finish_reason": None, **(more or {})}
+        choice = b'{"index":%d,%b,%b' % (index, content, escaped(fields)[1:])
+        usage = None
+        if self._usage_options.continuous_usage_stats:
+            usage = self._usage(self._prompts.values(), self.num_tokens)
+        return self._event([msgspec.Raw(choice)], usage)
+
+    def _event(self, choices: list[msgspec.Raw], usage: Any) -> bytes:
+        chunk = {"id": self.id, "object": self.shape.chunk, "created": self.created, "model": self.model}
+        chunk["choices"] = choices
+        if self._usage_options.include_usage or usage is not None:
+            chunk["usage"] = usage
+        return b"data: " + escaped(chunk) + b"\n\n"
+
+    # --- whole answers -----------------------------------------------------------------------------------------------
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        choices = []
+        for place, output in enumerate(outputs):
+            for choice in output.outputs:
+                echo = self.echoes[place] if self.echoes else None
+                found = self.shape.choice(choice, echo[0] if echo else "")
+                found |= {"index": place * self.n + choice.index, "logprobs": self._logprobs(output, choice, echo)}
+                found |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+                if self.token_ids:
+                    found |= {"token_ids": choice.token_ids, "prompt_token_ids": output.prompt_token_ids}
+                if output.prompt_logprobs is not None and echo is None:
+                    found["prompt_logprobs"] = output.prompt_logprobs
+                choices.append(found)
+        count = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+        answer = {"id": self.id, "object": self.shape.whole, "created": self.created, "model": self.model}
+        return escaped(answer | {"choices": choices, "usage": self._usage(outputs, count)})
+
+    def _logprobs(self, output: RequestOutput, choice: CompletionOutput, echo: tuple[str, str] | None) -> Any:
+        if self.num_top_logprobs is None:
+            return None
+        rows: list[PositionLogprobs | str] = list(choice.logprobs or ())
+        if echo is not None:
+            rows = [row or echo[1] for row in output.prompt_logprobs or ()] + rows
+        return self.shape.logprobs(rows, self.num_top_logprobs)
+
+    def _usage(self, prompts: Any, completion_tokens: int) -> dict[str, Any]:
+        listed = list(prompts)
+        count = sum(len(output.prompt_token_ids) for output in listed)
+        cached = sum(output.num_cached_tokens or 0 for output in listed)
+        return {
+            "prompt_tokens": count,
+            "completion_tokens": completion_tokens,
+            "total_tokens": count + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def top_of(row: PositionLogprobs, count: int) -> list[tuple[int, str, float]]:
+    """The chosen token, and behind it the `count` most likely: id, text and log-probability."""
+    entries = [(token, entry.decoded_token or "", max(entry.logprob, LEAST_LOGPROB)) for token, entry in row.items()]
+    ranks = {token: entry.rank or count + 1 for token, entry in row.items()}
+    best = sorted((entry for entry in entries if ranks[entry[0]] <= count), key=lambda entry: ranks[entry[0]])
+    return [entries[0], *best]

@@ -1,0 +1,34 @@
+"""What is served, by which version: /v1/models, /version, /load."""
+
+from __future__ import annotations
+
+import time
+
+from wavecore.frontend.serve.context import ApiContext
+from wavecore.frontend.serve.http.http_call import Answer, HttpCall
+from wavecore.transport.version import VERSION
+
+STARTED = int(time.time())
+
+
+async def models(context: ApiContext, _call: HttpCall) -> Answer:
+    return Answer.of({"object": "list", "data": [_card(context)]})
+
+
+async def model(context: ApiContext, call: HttpCall) -> Answer:
+    context.check_model(call.scope["path_params"]["model"])
+    return Answer.of(_card(context))
+
+
+async def version(_context: ApiContext, _call: HttpCall) -> Answer:
+    return Answer.of({"version": VERSION})
+
+
+async def load(context: ApiContext, _call: HttpCall) -> Answer:
+    """`server_load`: requests of this process that have not ended, as vLLM calls it."""
+    return Answer.of({"server_load": context.service.client.num_live})
+
+
+def _card(context: ApiContext) -> dict[str, object]:
+    names = {"id": context.model, "object": "model", "created": STARTED, "owned_by": "wavecore"}
+    return {**names, "root": context.model, "parent": None, "max_model_len": context.service.max_model_len}

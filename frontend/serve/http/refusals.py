@@ -1,0 +1,88 @@
+"""Errors as answers: the one map from an error to its status, in OpenAI's form, with nothing of this machine in it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+
+from wavecore.frontend.serve.http.http_call import Answer, HttpCall
+from wavecore.transport.errors import (
+    EngineDead,
+    MessageTooLarge,
+    NotSupportedError,
+    NumericalError,
+    Overloaded,
+    RequestError,
+    RequestTimeout,
+    ResourceError,
+    ValidationError,
+    WavecoreError,
+)
+
+logger = logging.getLogger(__name__)
+
+STATUS: dict[str, HTTPStatus] = {
+    ValidationError.code: HTTPStatus.BAD_REQUEST,
+    NotSupportedError.code: HTTPStatus.BAD_REQUEST,
+    MessageTooLarge.code: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    Overloaded.code: HTTPStatus.TOO_MANY_REQUESTS,
+    RequestTimeout.code: HTTPStatus.GATEWAY_TIMEOUT,
+    EngineDead.code: HTTPStatus.SERVICE_UNAVAILABLE,
+    ResourceError.code: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+"""Code of an error -> status; all others are faults of ours, 500."""
+_MESSAGES = {
+    Overloaded.code: "the server has as many requests as it takes; try again later",
+    RequestTimeout.code: "the request's deadline passed before its answer was whole",
+    EngineDead.code: "no engine takes requests now; try again later",
+    ResourceError.code: "the server is short of something; try again later",
+    NumericalError.code: "the model gave values that are no numbers for this request",
+    RequestError.code: "the request ended without its whole answer; try again",
+}
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "too_large"}
+_CODES |= {415: "unsupported_media_type", 431: "too_large", 503: "unavailable"}
+# What an error may tell of this machine: files, and where objects lie in memory
+_PRIVATE = re.compile(r"(?<![\w.:/])~?/(?:[\w.+@-]+/)+[\w.+@-]*|\b0x[0-9a-fA-F]+|\b\w+://\S+")
+_FIELD = re.compile(r"(\w+)(?:=|: )")
+
+
+class ModelNotFound(HTTPException):
+    """404, with the code that clients of OpenAI know."""
+
+    code = "model_not_found"
+
+
+def error_body(status: int, message: str, param: str | None, code: str) -> Answer:
+    """OpenAI's form of an error."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return Answer.of({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+
+
+def refusal(call: HttpCall, error: Exception, retry_after: int) -> Answer:
+    """An error as the answer to a request.
+
+    Args:
+        retry_after: seconds after which trying again may help, where it may.
+    """
+    if isinstance(error, HTTPException):
+        code = getattr(error, "code", "") or _CODES.get(error.status_code, "invalid_request")
+        answer = error_body(error.status_code, error.detail, None, code)
+        answer.headers += [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
+    elif isinstance(error, ValidationError | NotSupportedError | MessageTooLarge):
+        found = _FIELD.match(str(error))
+        param = error.field if isinstance(error, ValidationError) else found and found[1]
+        answer = error_body(STATUS[error.code], _PRIVATE.sub("[...]", str(error)), param, error.code)
+    else:
+        code = error.code if isinstance(error, WavecoreError) else WavecoreError.code
+        status = STATUS.get(code, HTTPStatus.INTERNAL_SERVER_ERROR)
+        level = logging.WARNING if status == HTTPStatus.INTERNAL_SERVER_ERROR else logging.DEBUG
+        logger.log(level, "request %s: %d: %s", call.id, status, error, exc_info=code == WavecoreError.code and error)
+        message = _MESSAGES.get(code, "a fault of the server; its log has more under the request's id")
+        answer = error_body(status, f"{message} (request {call.id})", None, code)
+    if answer.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        answer.headers.append((b"retry-after", b"%d" % retry_after))
+    return answer

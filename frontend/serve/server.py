@@ -1,0 +1,270 @@
+"""`wavecore serve`: holds the port, and runs engines and API processes until a signal ends it.
+
+Engines have their supervisor. API processes keep nothing, so that all there is to do about a dead one is to start
+another, which takes what waits at the port. Both end with this process, whatever becomes of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from wavecore.frontend.serve.server_config import ServerConfig
+from wavecore.transport.curve import CurveClient
+from wavecore.transport.errors import ResourceError, StartError, WavecoreError, from_code
+from wavecore.transport.io.farewell import say_bye
+from wavecore.transport.processes import deployment
+from wavecore.transport.processes.group import Backoff
+from wavecore.transport.processes.logs import LineWriter
+from wavecore.transport.processes.process import Child, ChildSpec, LineReader, explain_end
+from wavecore.transport.processes.supervisor import SIGNALS, Supervisor
+from wavecore.transport.waker import Waker
+
+TICK_SECONDS = 0.25
+GRACE_SECONDS = 5.0  # beyond the time to drain, then a process is killed
+ADVICE = "run fewer API processes, or give the machine or container more memory"
+
+logger = logging.getLogger(__name__)
+
+
+class Server:
+    """One server. Everything happens in the main thread, but for the supervisor.
+
+    Args:
+        config: `attach` is filled in once engines of our own are ready.
+        supervisor: of the engines, not started; None attaches to those of `config.attach`.
+        listener: listens already.
+        count: of API processes.
+        progress: as of `Supervisor.start`.
+        on_ready: called once every API process serves.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        supervisor: Supervisor | None,
+        listener: socket.socket,
+        count: int,
+        progress: Callable[[int, str, float], None],
+        on_ready: Callable[[Path], None],
+    ) -> None:
+        self._config, self._supervisor, self._listener = config, supervisor, listener
+        self._progress, self._on_ready = progress, on_ready
+        self._selector = selectors.DefaultSelector()
+        self._output = LineWriter(lambda: sys.stderr)
+        self._processes = [_ApiProcess(index, self._selector, self._output.put) for index in range(count)]
+        self._waker = Waker()
+        self._selector.register(self._waker.fd, selectors.EVENT_READ, self._waker.clear)
+        self._received: list[int] = []
+        self._told = 0  # signals that were passed on
+
+    def run(self) -> int:
+        """Serve until a signal ends it: the first one drains, the second one ends it at once.
+
+        Returns:
+            0, or 130 after Ctrl-C.
+
+        Raises:
+            WavecoreError: engines or API processes did not start, or every engine stays down.
+        """
+        with self._signals():
+            try:
+                folder = self._supervisor.start(self._progress) if self._supervisor else Path(self._config.attach)
+                config = replace(self._config, attach=str(folder)).to_json()
+                for process in self._processes:
+                    process.spawn(config, str(folder), self._listener)
+                self._watch(folder)
+            except WavecoreError:
+                if not self._received:
+                    raise
+            finally:
+                for process in self._processes:
+                    process.destroy()
+                if self._supervisor is not None:
+                    self._supervisor.stop()
+                self._output.close()
+                self._selector.close()
+                self._waker.close()
+        return 130 if self._received[:1] == [signal.SIGINT] else 0
+
+    def _watch(self, folder: Path) -> None:
+        """Until all API processes have ended, which they do at a signal only."""
+        told = False
+        while any(process.is_there for process in self._processes):
+            for key, _ in self._selector.select(TICK_SECONDS):
+                key.data()
+            for process in self._processes:
+                process.tick()
+            self._pass_on()
+            if not told and all(process.was_ready for process in self._processes):
+                told = True
+                self._on_ready(folder)
+            supervisor = self._supervisor
+            if supervisor is not None and supervisor.deployment().state in ("failed", "stopped"):
+                supervisor.wait()  # raises, with the cause
+                return
+
+    def _pass_on(self) -> None:
+        while self._told < len(self._received):
+            number, first = self._received[self._told], self._told == 0
+            logger.warning("stopping%s: %s", "" if first else " at once", SIGNALS[signal.Signals(number)])
+            self._told += 1
+            for process in self._processes:
+                process.stop(self._config.shutdown_timeout if first else None)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def handle(number: int, _frame: FrameType | None) -> None:
+            self._received.append(number)
+            self._waker.wake()
+            if not any(process.is_there for process in self._processes) and self._supervisor is not None:
+                self._supervisor.request_stop()  # engines are still starting
+
+        numbers = [n for n in SIGNALS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _ApiProcess:
+    """One API process over all its lives.
+
+    Attributes:
+        was_ready: it has served.
+    """
+
+    def __init__(self, index: int, selector: selectors.BaseSelector, on_output: Callable[[str], None]) -> None:
+        self.was_ready = False
+        self._name = f"api server {index}"
+        self._selector, self._on_output = selector, on_output
+        self._backoff = Backoff()
+        self._child: Child | None = None
+        self._pipes: list[LineReader] = []
+        self._failure: WavecoreError | None = None
+        self._stopping = False
+        self._folder = Path()
+        self._sessions: dict[str, list[str]] = {}  # with engines, as it told last
+        self._spawn: Callable[[], None] = lambda: None
+        self._spawn_at = self._kill_at = math.inf
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it runs, or will again."""
+        return self._child is not None or self._spawn_at < math.inf
+
+    def spawn(self, config: str, folder: str, listener: socket.socket) -> None:
+        """Start a life; the further ones are started alike.
+
+        Raises:
+            ResourceError: the machine gives no process.
+        """
+        self._spawn, self._spawn_at = partial(self.spawn, config, folder, listener), math.inf
+        spec = ChildSpec(
+            self._name,
+            "wavecore.frontend.serve",
+            config,
+            memory_advice=ADVICE,
+            argv=["--attach", folder, "--name", self._name],
+            fds=[("listener", listener.fileno())],
+        )
+        try:
+            child = self._child = Child(spec)
+        except OSError as error:
+            raise ResourceError(f"{self._name} could not be started: {error}") from error
+        self._spec, self._folder = spec, Path(folder)
+        self._pipes = [LineReader(child.status_fd), LineReader(child.log_fd)]
+        for lines, on_line in zip(self._pipes, (self._on_status, self._on_output), strict=True):
+            self._selector.register(lines.fd, selectors.EVENT_READ, partial(self._read, lines, on_line))
+        self._selector.register(child.pidfd, selectors.EVENT_READ, self._on_end)
+
+    def stop(self, drain: float | None) -> None:
+        """Have it end after at most `drain` seconds; None kills it. It is not started again."""
+        self._stopping, self._spawn_at = True, math.inf
+        if self._child is not None and drain is not None:
+            self._child.signal(signal.SIGTERM)
+            self._kill_at = time.monotonic() + drain + GRACE_SECONDS
+        elif self._child is not None:
+            self._child.kill()
+
+    def tick(self) -> None:
+        """Raises:
+        ResourceError: as `spawn`.
+        """
+        now = time.monotonic()
+        if now >= self._spawn_at:
+            self._spawn()
+        if now >= self._kill_at and self._child is not None:
+            self._child.kill()
+
+    def destroy(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.reap()
+            self._child = None
+
+    def _read(self, lines: LineReader, on_line: Callable[[str], None]) -> None:
+        if lines.ended or self._child is None:
+            return
+        for text in lines.read():
+            on_line(text)
+        if lines.ended:
+            self._selector.unregister(lines.fd)
+
+    def _on_status(self, line: str) -> None:
+        said = json.loads(line)
+        if "ready" in said:
+            self.was_ready, self._sessions = True, said["ready"]
+        elif "failed" in said:
+            self._failure = from_code(said["failed"]["code"], said["failed"]["message"])
+
+    def _on_end(self) -> None:
+        """Raises:
+        WavecoreError: its first start failed, or too many in a row.
+        """
+        child = self._child
+        if child is None:
+            return
+        for lines, on_line in zip(self._pipes, (self._on_status, self._on_output), strict=True):
+            self._read(lines, on_line)
+            if not lines.ended:
+                self._selector.unregister(lines.fd)
+        self._selector.unregister(child.pidfd)
+        child.kill()
+        code = child.reap()
+        self._child = None
+        if self._stopping:
+            return
+        why = explain_end(self._spec, child.pid, code, self._pipes[1].tail, child.oom_kills)
+        delay = self._backoff.ended(time.monotonic(), self.was_ready) if self.was_ready else None
+        if delay is None:
+            raise self._failure or StartError(why)
+        logger.warning("%s; it is started again in %g s, and requests that it had are lost", why, delay)
+        self._spawn_at = time.monotonic() + delay
+        try:
+            self._say_bye()
+        except WavecoreError as error:  # the engines miss it by themselves, some seconds later
+            logger.warning("%s: its requests were not ended at once: %s", self._name, error)
+
+    def _say_bye(self) -> None:
+        """Have engines end what the dead process left there."""
+        for engine in deployment.read(self._folder).engines:
+            if session := self._sessions.pop(str(engine.index), None):
+                client_id, epoch = map(bytes.fromhex, session)
+                keys = self._folder / "keys" / "client.key"
+                curve = CurveClient.load(keys, engine.server_key) if engine.server_key else None
+                say_bye(engine.output, client_id, epoch, curve)

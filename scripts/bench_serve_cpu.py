@@ -1,0 +1,262 @@
+"""CPU of an API process over HTTP: what one delta of one stream costs, in microseconds, beside bare uvicorn.
+
+    python scripts/bench_serve_cpu.py [--streams 1 256 1024] [--cases text logprobs stops n4] [--requests 300]
+
+A scripted engine takes its time for each step, so that every stream is written in every step and no deltas merge. A
+process of its own reads all streams. "bare uvicorn" is an application that writes as many constant bytes to as many
+connections, in one loop over all of them. CPU is that of the process, with the kernel's part, from the first step that
+all streams share to the last: a core that others use makes the clock late, and this only a little.
+
+"late" is how long GET /livez takes meanwhile, on a connection of its own: the event loop's lag, and the request itself.
+
+"A request before it is sent" is a chat of one message at /v1/chat/completions/render, which does all but send it, again
+and again over one connection; beside it what its template and its encoding cost alone, in this process. The template's
+own process is in neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvicorn
+from bench_detokenize import small_tokenizer
+
+from wavecore.frontend.text.messages import ChatOptions
+from wavecore.frontend.text.tokenizer_files import load_tokenizer
+
+CHUNK = (
+    b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_completion","created":1796056409,"model":"m",'
+)
+CHUNK += b'"choices":[{"index":0,"text":" token","logprobs":null,"finish_reason":null}]}\n\n'
+STEP_SECONDS = {1: 0.004, 256: 0.05, 1024: 0.2}
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+)
+CASES: dict[str, dict[str, Any]] = {
+    "text": {},
+    "logprobs": {"logprobs": 2},
+    "stops": {"stop": ["\n\n\n\n"]},
+    "n4": {"n": 4},
+}
+
+
+class Bare:
+    """uvicorn, and as little as can be beside it."""
+
+    def __init__(self, streams: int, steps: int, step_seconds: float) -> None:
+        self.streams, self.steps, self.step_seconds = streams, steps, step_seconds
+        self._sends: list[Any] = []
+
+    async def __call__(self, _scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        self._sends.append(send)
+        if len(self._sends) == self.streams:
+            self._ticker = asyncio.create_task(self._tick())
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def _tick(self) -> None:
+        for step in range(self.steps):
+            await asyncio.sleep(self.step_seconds)
+            for send in self._sends:
+                await send({"type": "http.response.body", "body": CHUNK, "more_body": step + 1 < self.steps})
+
+
+class Reader(asyncio.Protocol):
+    """One stream: counts its chunks."""
+
+    def __init__(self, request: bytes, state: dict[str, Any]) -> None:
+        self._request, self._state = request, state
+        self._seen = False
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._state["chunks"] += data.count(b"data: {")
+        if not self._seen and b"data: {" in data:
+            self._seen = True
+            self._state["begun"] += 1
+        if data.endswith(b"0\r\n\r\n"):
+            self._state["ended"] += 1
+            self._transport.close()
+
+
+async def read_all(
+    port: int, request: bytes, streams: int, pid: int, late: list[float] | None = None
+) -> tuple[float, int]:
+    """CPU seconds of process `pid`, and chunks, from the moment when all streams have begun to the end of the first.
+
+    Args:
+        late: gets the milliseconds of GET /livez, again and again.
+    """
+    loop = asyncio.get_running_loop()
+    state: dict[str, Any] = {"chunks": 0, "begun": 0, "ended": 0}
+    for _ in range(streams):
+        await loop.create_connection(lambda: Reader(request, state), "127.0.0.1", port)
+    while state["begun"] < streams:
+        await asyncio.sleep(0.001)
+    cpu, chunks = cpu_of(pid), state["chunks"]
+    while not state["ended"]:
+        await asyncio.sleep(0.01)
+        if late is not None:
+            late.append(await asyncio.to_thread(livez_ms, port))
+    cpu, chunks = cpu_of(pid) - cpu, state["chunks"] - chunks
+    while state["ended"] < streams:
+        await asyncio.sleep(0.01)
+    return cpu, chunks
+
+
+def livez_ms(port: int) -> float:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        begin = time.perf_counter()
+        connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        connection.recv(1 << 16)
+        return 1e3 * (time.perf_counter() - begin)
+
+
+def cpu_of(pid: int) -> float:
+    """Seconds that all threads of a process have computed, to the nanosecond: Linux's `schedstat`."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+def request(path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+@contextlib.contextmanager
+def bare(streams: int, steps: int) -> Iterator[tuple[int, int]]:
+    with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+        command = [sys.executable, __file__, "--bare", str(listener.fileno()), str(streams), str(steps)]
+        process = subprocess.Popen(command, pass_fds=[listener.fileno()])
+        try:
+            yield listener.getsockname()[1], process.pid
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def served(folder: Path, step_seconds: float, processes: int = 1) -> Iterator[tuple[int, list[int]]]:
+    """Port and process ids of API processes over a scripted engine."""
+    tokenizer = small_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    words = tokenizer.encode("The capital of France is Paris, and that of Italy is Rome. " * 200).ids
+    script = folder / "script.json"
+    values = {"step_seconds": step_seconds, "eos_token_id": [], "vocab_size": 4000, "num_blocks": 1 << 15}
+    script.write_text(json.dumps({**values, "scripts": {"*": words}}))
+    command = [sys.executable, "-m", "wavecore.frontend.cli.main", "serve", f"scripted:{script}", "--port", "0"]
+    command += ["--tokenizer", str(folder), "--max-num-seqs", "4096"]
+    command += ["--api-server-count", str(processes)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        found = re.search(r":(\d+);", process.stdout.readline())
+        assert found is not None
+        children = [p for p in psutil.Process(process.pid).children() if "api server" in " ".join(p.cmdline())]
+        yield int(found[1]), [child.pid for child in children]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def compare_requests(requests: int, repeats: int) -> None:
+    """What a chat costs before it is sent to an engine."""
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder), 0.0) as (port, [pid]):
+        tokenizer = load_tokenizer(Path(folder))
+        alone, over_http = [], []
+        for _ in range(repeats):
+            tokenizer.render_chat(messages, ChatOptions())
+            begin = time.thread_time()
+            for _ in range(requests):
+                tokenizer.render_chat(messages, ChatOptions())
+            alone.append(1e6 * (time.thread_time() - begin) / requests)
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                sent = request("/v1/chat/completions/render", {"messages": messages, "max_tokens": 9, "seed": 5})
+                connection.sendall(sent)
+                connection.recv(1 << 16)
+                cpu = cpu_of(pid)
+                for _ in range(requests):
+                    connection.sendall(sent)
+                    connection.recv(1 << 16)
+                over_http.append(1e6 * (cpu_of(pid) - cpu) / requests)
+        tokenizer.close()
+    one, other = sorted(alone)[repeats // 2], sorted(over_http)[repeats // 2]
+    alone_text = f"its template and encoding alone {one:.0f} us ({other / one:.2f} x)"
+    print(f"\na request before it is sent: {other:.0f} us; {alone_text}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 256, 1024])
+    parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=300)
+    args = parser.parse_args()
+    print("| streams | case | us a delta, median (least) | x bare uvicorn | late, ms: median, 99 % |")
+    print("|---:|---|---:|---:|---:|")
+    for streams in args.streams:
+        steps = args.steps if streams > 1 else 10 * args.steps
+        get = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        costs = []
+        for _ in range(args.repeats):
+            with bare(streams, steps) as (port, pid):
+                cpu, chunks = asyncio.run(read_all(port, get, streams, pid))
+            costs.append(1e6 * cpu / chunks)
+        floor = sorted(costs)[len(costs) // 2]
+        print(f"| {streams:,} | bare uvicorn | {floor:.1f} ({min(costs):.1f}) | 1.0 | |", flush=True)
+        for case in args.cases:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                served(Path(folder), STEP_SECONDS.get(streams, 0.2)) as (port, [pid]),
+            ):
+                n = CASES[case].get("n", 1)
+                body = {"prompt": [7, 8, 9], "max_tokens": steps, "stream": True, "ignore_eos": True, **CASES[case]}
+                costs = []
+                asked = request("/v1/completions", body)
+                for _ in range(args.repeats):
+                    cpu, chunks = asyncio.run(read_all(port, asked, max(1, streams // n), pid))
+                    costs.append(1e6 * cpu / chunks)
+                late: list[float] = []
+                asyncio.run(read_all(port, asked, max(1, streams // n), pid, late))  # a run of its own: it costs, too
+            late.sort()
+            lateness = f"{late[len(late) // 2]:.1f}, {late[len(late) * 99 // 100]:.1f}"
+            middle = sorted(costs)[len(costs) // 2]
+            cost = f"{middle:.1f} ({min(costs):.1f}) | {middle / floor:.2f}"
+            print(f"| {streams:,} | {case} | {cost} | {lateness} |", flush=True)
+    if args.requests:
+        compare_requests(args.requests, args.repeats)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--bare"]:
+        fd, count, length = (int(word) for word in sys.argv[2:])
+        app = Bare(count, length, STEP_SECONDS.get(count, 0.2))
+        server = uvicorn.Server(
+            uvicorn.Config(app, loop="uvloop", http="httptools", access_log=False, log_level="error")
+        )
+        os.set_inheritable(fd, False)
+        server.run(sockets=[socket.socket(fileno=fd)])
+    else:
+        main()

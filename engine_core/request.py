@@ -37,6 +37,8 @@ class Request:
         root, hashes: prefix-cache key of the empty prefix and of each full block known so far.
         needs_prompt_states: every prompt position must run through the model, so no cached prefix is used.
         started, reported: it held a slot once; its first output went out.
+        started_at, first_token_at, last_token_at: when, by the engine's clock; 0 for not yet. The last one is kept by
+            `slots` while it holds a slot.
         major, minor: the policy's key; smaller goes first.
         blocks: device block table. host_blocks: host copies while swapped out, `swapped` tokens of it.
         stale: its blocks hold content from before a reset of the prefix cache: nobody may share them.
@@ -58,6 +60,9 @@ class Request:
 
     state: State = State.WAITING
     arrival: float = 0.0
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
     major: float = 0.0
     minor: int = 0
     queued: bool = False

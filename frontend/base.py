@@ -16,6 +16,19 @@ from wavecore.transport.processes import logs
 from wavecore.transport.processes.deployment import Address
 
 
+def where_it_runs(runtime_dir: str | Path, key_file: str | Path | None) -> Path | Address:
+    """What an `EngineClient` attaches to.
+
+    Raises:
+        ConfigError: no path, or an address without a key file.
+    """
+    keys = None if key_file is None else OF_SETTING.path("key_file", key_file)
+    where = OF_SETTING.path("runtime_dir", runtime_dir)
+    if str(runtime_dir).startswith("tcp://") != bool(keys):
+        raise ConfigError("key_file is for an address, which needs one: a copy of keys/client.key of the engine")
+    return where if keys is None else Address(str(runtime_dir), keys)
+
+
 class BaseLLM:
     """A model in an engine process of its own, or one that somebody else started."""
 
@@ -57,13 +70,8 @@ class BaseLLM:
         """
         logs.show(from_environment(["log_level"]).get("log_level", "warning"))
         timeout = OF_SETTING.real("timeout", timeout, 0.0, math.inf, above=True)
-        keys = None if key_file is None else OF_SETTING.path("key_file", key_file)
         own = None if tokenizer is None else OF_SETTING.path("tokenizer", tokenizer)
-        where: Path | Address = OF_SETTING.path("runtime_dir", runtime_dir)
-        if str(runtime_dir).startswith("tcp://") != bool(keys):
-            raise ConfigError("key_file is for an address, which needs one: a copy of keys/client.key of the engine")
-        if keys is not None:
-            where = Address(str(runtime_dir), keys)
+        where = where_it_runs(runtime_dir, key_file)
         llm = cls.__new__(cls)
         llm._attach(Service(where, None, timeout, own))
         return llm

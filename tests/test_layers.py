@@ -30,7 +30,7 @@ TORCH_FREE = ("frontend", "transport")
 TIERS = {
     "frontend": (
         ("cli", "fixtures"),
-        ("serve",),
+        ("load", "serve"),
         ("vllm",),
         ("llm",),
         ("async_llm",),

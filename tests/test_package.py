@@ -21,6 +21,7 @@ DATA = [
     "engine_core/models/tensor_names.json",
     "frontend/compat.json",
     "frontend/serve/api/fields.json",
+    "frontend/serve/metrics.json",
     "frontend/vllm/modules.json",
 ]
 IMPORT_ALL = """

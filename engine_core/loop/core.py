@@ -24,7 +24,7 @@ from wavecore.engine_core.scheduling.pace import Pace
 from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.scheduler import Scheduler
 from wavecore.engine_core.scheduling.step_update import update
-from wavecore.transport.errors import Overloaded, from_code
+from wavecore.transport.errors import Overloaded, WavecoreError, from_code
 from wavecore.transport.wire.messages import U32, Add, FinishReason, StepTokens
 
 CAPTURE_SECONDS, OFTEN = 0.2, 8
@@ -54,7 +54,7 @@ class EngineCore:
         self.pace = Pace(config, runner.info)
         self.scheduler = Scheduler(config, self.requests, self.pace)
         self.stats = Stats(self.requests, log=config.log_stats)
-        self.utilities = Utilities(self.requests, self.scheduler, runner, self.stats)
+        self.utilities = Utilities(config, self.requests, self.scheduler, runner, self.stats)
         self.in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()
         self.draining = False
         self._clock, self._expect = clock, expect
@@ -70,6 +70,13 @@ class EngineCore:
             Overloaded: the queue is full, or the engine shuts down.
             ValidationError: a value is out of bounds.
         """
+        try:
+            return self._admit(add)
+        except WavecoreError as error:
+            self.requests.histograms.refused[error.code] += 1
+            raise
+
+    def _admit(self, add: Add) -> Request:
         if self.draining:
             raise Overloaded("the engine is shutting down and takes no new requests; try another one")
         request = request_from_add(add, self.runner.info, self.config)
@@ -97,7 +104,7 @@ class EngineCore:
         """A client is gone: end its requests and tell nobody. Returns how many there were."""
         mine = list(self.requests.by_client.get(client, {}).values())
         for request in mine:
-            self.requests.close(request)
+            self.requests.close(request, FinishReason.ABORT)
         return len(mine)
 
     def abort_all(self, code: str, message: str) -> None:

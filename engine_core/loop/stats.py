@@ -1,4 +1,4 @@
-"""Where the time of the loop goes and how the cache and the queue do: for `--log-stats`, `stats` and the trace.
+"""Where the time of the loop goes and how the cache and the queue do: for `--log-stats`, `stats`, `metrics`, the trace.
 
 The trace is a ring buffer of the last turns, exported as a Chrome trace (chrome://tracing, Perfetto).
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from wavecore.engine_core.scheduling.histograms import PHASE_SECONDS, TOKENS, Histogram
 from wavecore.engine_core.scheduling.requests import Requests
 
 logger = logging.getLogger(__name__)
@@ -31,14 +32,17 @@ class Stats:
         self._log = log
         if log:
             logger.setLevel(logging.INFO)  # asked for by name, whatever log_level says of the rest
-        self._seconds = [0.0] * len(PHASES)
+        self._phases = [Histogram(PHASE_SECONDS) for _ in PHASES]
+        self._tokens = Histogram(TOKENS)
         self._logged = self._snapshot()
         self._log_at = 0.0
 
     def turn(self, times: tuple[float, float, float, float, float], rows: int, tokens: int) -> None:
         """One turn of the loop: its start and the end of each phase, and the size of the step it launched."""
         for i in range(len(PHASES)):
-            self._seconds[i] += times[i + 1] - times[i]
+            self._phases[i].add(times[i + 1] - times[i])
+        if rows:
+            self._tokens.add(tokens)
         requests = self._requests
         gauges = (requests.num_running, len(requests.waiting), requests.kv.device.num_free, requests.totals.preemptions)
         self._ring[self._turns % MAX_TURNS] = (*times, rows, tokens, *gauges)
@@ -54,16 +58,22 @@ class Stats:
         kv = requests.kv
         return {
             **self._snapshot(),
-            **self._shares(self._seconds),
+            **self._shares([phase.total for phase in self._phases]),
             "running": requests.num_running,
             "waiting": len(requests.waiting),
             "cache_usage": _ratio(kv.device.usable - kv.device.num_free, kv.device.usable),
             "hit_rate": _ratio(kv.hits, kv.queries),
         }
 
+    def histograms(self) -> dict[str, Any]:
+        """Of requests, of the phases of turns, and of steps, by name."""
+        phases = {f"step_{name}_seconds": phase for name, phase in zip(PHASES, self._phases, strict=True)}
+        every = {**self._requests.histograms.by_name, **phases, "iteration_tokens_total": self._tokens}
+        return {name: histogram.report() for name, histogram in every.items()}
+
     def _snapshot(self) -> dict[str, float]:
         kv = self._requests.kv
-        seconds = dict(zip((f"{name}_seconds" for name in PHASES), self._seconds, strict=True))
+        seconds = {f"{name}_seconds": phase.total for name, phase in zip(PHASES, self._phases, strict=True)}
         return {**asdict(self._requests.totals), **seconds, "cache_queries": kv.queries, "cache_hits": kv.hits}
 
     @staticmethod

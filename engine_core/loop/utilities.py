@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import psutil
 
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.fields import defaults
 from wavecore.engine_core.kv_cache.block_pool import BlockPool
 from wavecore.engine_core.loop.stats import Stats
 from wavecore.engine_core.plan import I32, Runner
 from wavecore.engine_core.request import Request, State
 from wavecore.engine_core.scheduling import integrity
 from wavecore.engine_core.scheduling.requests import Requests
-from wavecore.engine_core.scheduling.scheduler import Scheduler
+from wavecore.engine_core.scheduling.scheduler import Reason, Scheduler
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.wire.checks import OF_REQUEST
 from wavecore.transport.wire.messages import TensorFrame
@@ -28,7 +32,10 @@ LAST_TOKENS = 10  # of each request, shown to people
 class Utilities:
     """Reads what the loop works on; called between steps, in its thread."""
 
-    def __init__(self, requests: Requests, scheduler: Scheduler, runner: Runner, stats: Stats) -> None:
+    def __init__(
+        self, config: EngineConfig, requests: Requests, scheduler: Scheduler, runner: Runner, stats: Stats
+    ) -> None:
+        self._config, self._stats = config, stats
         self._requests = requests
         self._scheduler = scheduler
         self._runner = runner
@@ -37,7 +44,9 @@ class Utilities:
             "check_integrity": self.check_integrity,
             "debug_requests": self.debug_requests,
             "memory_stats": self.memory_stats,
+            "settings": self.settings,
             "stats": stats.report,
+            "metrics": self.metrics,
             "export_trace": stats.chrome_trace,
             "attention_map": self.attention_map,
             "profile": runner.profile,
@@ -64,6 +73,36 @@ class Utilities:
         integrity.check(self._requests)
         return True
 
+    def metrics(self) -> dict[str, Any]:
+        """All that a monitor wants, in one call: `stats`, and histograms and counters by name.
+
+        `ended`: choices by finish reason. `failed`: of those by the code of their error. `refused`: requests at the
+        door, by code. `waiting_by_reason`: choices that do not run now.
+        """
+        histograms = self._requests.histograms
+        return {
+            **self._stats.report(),
+            "ended": dict(histograms.ended),
+            "failed": dict(histograms.failed),
+            "refused": dict(histograms.refused),
+            "waiting_by_reason": self._waiting_by_reason(),
+            "histograms": self._stats.histograms(),
+        }
+
+    def _waiting_by_reason(self) -> dict[str, int]:
+        """The whole queue waits for what its head does. Costs no look at each of its requests."""
+        requests, slots = self._requests, self._requests.slots
+        held = Counter(request.state for request in slots.requests if request is not None)
+        queued = len(requests.waiting)
+        here = sum(len(mine) for mine in requests.by_client.values())
+        return {
+            **dict.fromkeys((reason.value for reason in Reason), 0),
+            self._scheduler.blocked_by.value: queued,
+            State.FORKING.value: here - queued - int(slots.live.sum()),
+            State.LOADING.value: held[State.LOADING],
+            State.DRAINING.value: held[State.DRAINING],
+        }
+
     def attention_map(self, prompt: list[int], layer: int, head: int) -> TensorFrame:
         """Attention weights float32 [n, n] of one head over a prompt, computed aside from all requests."""
         return from_numpy(self._runner.attention_map(prompt, layer, head))
@@ -79,6 +118,16 @@ class Utilities:
             "process_bytes": psutil.Process().memory_info().rss,
             **self._runner.memory_stats(),
         }
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Setting -> value, and origin: "default", "set", or "resolved" where the engine has chosen."""
+        usual, resolved = defaults(EngineConfig), asdict(self._runner.info)
+        found = {}
+        for name, value in asdict(self._config).items():
+            chosen = resolved.get(name, value)
+            origin = "resolved" if chosen != value else "default" if value == usual[name] else "set"
+            found[name] = {"value": chosen, "origin": origin}
+        return found
 
     def debug_requests(self, limit: int = MAX_SHOWN, offset: int = 0) -> list[dict[str, Any]]:
         """State, age and reason for waiting of a page of requests: running ones, then the queue in order.

@@ -23,6 +23,7 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.kv_cache.manager import NEVER, KVCacheManager
 from wavecore.engine_core.plan import NewRequest, RunnerInfo
 from wavecore.engine_core.request import Request, State
+from wavecore.engine_core.scheduling.histograms import RequestHistograms
 from wavecore.engine_core.scheduling.policy import Policy, WaitingQueue
 from wavecore.engine_core.scheduling.slots import Slots
 from wavecore.engine_core.scheduling.step_output import Outputs
@@ -71,6 +72,7 @@ class Requests:
         self.timers: TimingWheel[tuple[Request, str]] = TimingWheel(clock())
         self.outputs = Outputs()
         self.totals = Totals()
+        self.histograms = RequestHistograms()
         self.by_client: dict[bytes, dict[int, Request]] = {}
         self.clients: list[bytes] = []
         self.sizes: Counter[bytes] = Counter()
@@ -170,6 +172,8 @@ class Requests:
         self.kv.events.table += [(slot, i, block) for i, block in enumerate(request.blocks)]
         if not request.started:
             request.cached_tokens = 0 if source else allocated.tokens
+            request.started_at = self.clock()
+            self.histograms.started(request)
             self._leaves_queue(request)
             for choice in (request, *request.forks):  # the request has started, though a fork runs a little later
                 self.stop_timer(choice, "queue_timeout")
@@ -251,12 +255,16 @@ class Requests:
 
     def end(self, request: Request, finish: FinishReason, error: WavecoreError | None = None) -> None:
         """End a request in any state and tell its client."""
-        self.close(request)
+        self.close(request, finish, error)
         self.outputs.end(request.client, request.handle, finish, {} if error is None else _error_extras(error))
 
-    def close(self, request: Request) -> None:
+    def close(self, request: Request, finish: FinishReason, error: WavecoreError | None = None) -> None:
         """Give back all that it holds. Its steps in flight run on and are ignored."""
         assert request.state is not State.ENDED, "a request ends once"
+        self.histograms.end(request, finish, error)
+        if finish in (FinishReason.STOP, FinishReason.LENGTH):
+            num_tokens = int(self.slots.known[request.slot]) - request.num_prompt - request.options.emitted
+            self.histograms.answered(request, float(self.slots.last_token_at[request.slot]), num_tokens, self.clock())
         self._forget(request)
         for which in DEADLINES:
             self.stop_timer(request, which)

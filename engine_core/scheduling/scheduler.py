@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from enum import Enum
 
 import numpy as np
 
@@ -26,8 +27,23 @@ from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.step_budget import StepBudget
 
 
+class Reason(Enum):
+    """What kept the last plan from starting the head of the queue."""
+
+    NONE = "next_step"
+    MEMORY = "memory"
+    RUNNING = "running_requests"
+    BUDGET = "step_budget"
+    SLOTS = "slots"
+    BLOCKS = "kv_blocks"
+
+
 class Scheduler:
-    """Turns the state of the requests into the next step's plan."""
+    """Turns the state of the requests into the next step's plan.
+
+    Attributes:
+        blocked_by, blocked: why the last plan did not start the head of the queue, and in words; "" where it did.
+    """
 
     def __init__(self, config: EngineConfig, requests: Requests, pace: Pace) -> None:
         self.requests = requests
@@ -36,7 +52,7 @@ class Scheduler:
         self.kv = requests.kv
         self.budget = StepBudget(config.max_num_batched_tokens, requests.clock)
         self.chunked = config.enable_chunked_prefill
-        self.blocked = ""  # why the last plan did not start the head of the queue
+        self.blocked_by, self.blocked = Reason.NONE, ""
         self._new_requests: list[NewRequest] = []
         self._refused: Request | None = None  # the head of the queue found no room of ...
         self._refused_room = 0  # ... so many blocks
@@ -46,7 +62,7 @@ class Scheduler:
         """Plan the next step; None when there is nothing to do now. It may hold swaps alone, and no row."""
         self.requests.expire()
         if self.budget.paused:
-            self.blocked = "a step of one token ran out of memory: it is tried again in a moment"
+            self._block(Reason.MEMORY, "a step of one token ran out of memory: it is tried again in a moment")
             return None
         slots, lens = self._choose()
         events = self.kv.events
@@ -69,7 +85,7 @@ class Scheduler:
         slots, lens, all_fit = self._grow(slots, lens)
         if all_fit:
             return self._start_waiting(slots, lens, left)
-        self.blocked = "a running request had to make room or to skip this step"
+        self._block(Reason.RUNNING, "a running request had to make room or to skip this step")
         return slots, lens
 
     # --- running requests -----------------------------------------------------------------------------------------
@@ -133,13 +149,14 @@ class Scheduler:
         """Waiting requests, in order, as long as budget, slots and blocks last."""
         s = self.slots
         new: list[tuple[int, int]] = []
-        self.blocked = ""
+        self._block(Reason.NONE, "")
         while (request := self.requests.waiting.peek()) is not None:
             n = len(request.tokens)
             # A request resumed after a preemption may be longer than one step, even with chunked prefill off.
             least = 1 if self.chunked or n > self.budget.tokens else n
             if left < least:
-                self.blocked = f"{left} prompt tokens of the step's budget of {self.budget.tokens} were left"
+                words = f"{left} prompt tokens of the step's budget of {self.budget.tokens} were left"
+                self._block(Reason.BUDGET, words)
                 break
             keep_reserve = self.requests.num_running and request is not self._made_room_for
             slot = self._start(request, self.kv.watermark if keep_reserve else 0)
@@ -161,7 +178,7 @@ class Scheduler:
     def _start(self, request: Request, reserve: int) -> int | None:
         """The slot that the request now has; None, and `blocked` says why, while there is no room for it."""
         if not self.slots.free:
-            self.blocked = f"all {self.slots.max_num_seqs} slots (max_num_seqs) are taken"
+            self._block(Reason.SLOTS, f"all {self.slots.max_num_seqs} slots (max_num_seqs) are taken")
             return None
         room = self.kv.device.num_free - reserve
         # Looking a long prompt up again in each step would cost; what was refused waits until there is more room.
@@ -170,14 +187,15 @@ class Scheduler:
         if new is None:
             if again:
                 self._refused, self._refused_room = request, room
-            self.blocked = (
-                f"blocks for {len(request.tokens)} tokens are needed at once; {room + reserve} of "
-                f"{self.kv.device.usable} blocks are free, {reserve} of them in reserve"
-            )
+            free = f"{room + reserve} of {self.kv.device.usable} blocks are free, {reserve} of them in reserve"
+            self._block(Reason.BLOCKS, f"blocks for {len(request.tokens)} tokens are needed at once; {free}")
             return None
         self._refused = self._made_room_for = None
         self._new_requests.append(new)
         return new.slot
+
+    def _block(self, reason: Reason, words: str) -> None:
+        self.blocked_by, self.blocked = reason, words
 
     def _start_urgent(self) -> None:
         """A request of a better priority class than a running one does not wait for that to end."""

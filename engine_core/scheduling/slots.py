@@ -40,6 +40,7 @@ class Slots:
         self.in_flight = column()  # steps launched and not yet processed
         self.client = column()  # a number, see `Requests.clients`
         self.handle = np.zeros(max_num_seqs, np.uint32)
+        self.last_token_at = np.zeros(max_num_seqs, np.float64)
         self.major = np.zeros(max_num_seqs, np.float64)
         self.minor = np.zeros(max_num_seqs, np.int64)
         self.priority = column()
@@ -72,6 +73,7 @@ class Slots:
         self.live[slot] = self.runs[slot] = self.prefilling[slot] = True
         self.samples[slot] = request.samples
         self.first[slot] = not request.reported
+        self.last_token_at[slot] = request.last_token_at
         self._changed = True
         return slot
 
@@ -97,6 +99,7 @@ class Slots:
         request = self.requests[slot]
         assert request is not None and self.in_flight[slot] == 0, f"slot {slot} is still in use"
         request.tokens = self.tokens[slot, : self.known[slot]].copy()
+        request.last_token_at = float(self.last_token_at[slot])
         request.slot = -1
         self.requests[slot] = None
         self.live[slot] = self.runs[slot] = False

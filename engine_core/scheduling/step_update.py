@@ -43,8 +43,8 @@ def update(requests: Requests, plan: StepPlan, result: StepResult) -> None:
     requests.totals.output_tokens += len(sampled)
     if len(sampled):
         _report(requests, sampled, tokens, finish, rows, result)
-    for slot in sampled[finish > 0].tolist():
-        requests.close(s.at(slot))
+    for row in finish.nonzero()[0].tolist():
+        requests.close(s.at(int(sampled[row])), FinishReason(int(finish[row])))
     if len(rows) < len(slots):
         _end_unsampled(requests, slots, ends, result)
     requests.free_slots(slots[(s.in_flight[slots] == 0) & ~s.runs[slots]].tolist())
@@ -68,14 +68,21 @@ def _cache_blocks(requests: Requests, slots: Index, ends: I32, live: Flags) -> N
 
 
 def _report(requests: Requests, sampled: Index, tokens: I32, finish: U8, rows: Index, result: StepResult) -> None:
-    s = requests.slots
+    s, now = requests.slots, requests.clock()
     extras = requests.outputs.rows(s.client[sampled], s.handle[sampled], tokens, finish)
-    for i in s.first[sampled].nonzero()[0].tolist():
+    first, before = s.first[sampled], s.last_token_at[sampled]
+    begins = first.nonzero()[0].tolist()
+    for i in begins:
         request = s.at(int(sampled[i]))
         extras[i] = _first_extras(request)
-        request.reported = True
+        request.reported, request.first_token_at = True, now
         requests.stop_timer(request, "first_token_timeout")
-    s.first[sampled] = False
+        requests.histograms.first_token(request)
+    if begins:
+        s.first[sampled] = False
+        before = before[~first]
+    requests.histograms.next_tokens(before, now)
+    s.last_token_at[sampled] = now
     for i in (finish == FinishReason.STOP).nonzero()[0].tolist():
         token, request = int(tokens[i]), s.at(int(sampled[i]))
         told = len(request.params.stop_token_ids or ())
@@ -108,8 +115,8 @@ def _end_unsampled(requests: Requests, slots: Index, ends: I32, result: StepResu
         extras = _first_extras(request)
         if request.options.pooling:
             extras["pooled"] = [from_numpy(result.pooled[row])]
-        requests.close(request)
         finish = FinishReason.STOP if request.options.pooling else FinishReason.LENGTH
+        requests.close(request, finish)
         requests.outputs.end(request.client, request.handle, finish, extras)
 
 

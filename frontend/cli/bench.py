@@ -1,4 +1,4 @@
-"""`wavecore bench offline`: throughput and latency of a batch, and where the engine's steps spend their time.
+"""`wavecore bench`. Offline: throughput and latency of a batch, and where the engine's steps spend their time.
 
 The phases of the engine's loop, host time each:
 
@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.cli import bench_serve
 from wavecore.frontend.cli.generate import add_attach, open_llm
 from wavecore.frontend.cli.parser import CommandParser
-from wavecore.frontend.cli.workload import TOP, WorkItem, open_work, random_work
+from wavecore.frontend.cli.workload import WorkItem, add_work, chosen_work
 from wavecore.frontend.llm import LLM
 
 SECONDS = "_seconds"
@@ -72,24 +73,22 @@ class BenchReport:
 
 
 def run(args: Sequence[str]) -> int:
-    if not args or args[0] != "offline":
-        print("usage: wavecore bench offline [--SETTING VALUE ...]", file=sys.stderr)
+    kinds = {"offline": _offline, "serve": bench_serve.run}
+    if not args or args[0] not in kinds:
+        usage = "usage: wavecore bench offline [--SETTING VALUE ...], or wavecore bench serve URL [--OPTION VALUE ...]"
+        print(usage, file=sys.stderr)
         return 0 if args and args[0] in ("-h", "--help") else 2
+    return kinds[args[0]](args[1:])
+
+
+def _offline(args: Sequence[str]) -> int:
     parser = CommandParser("wavecore bench offline", "", "Measures one batch of requests; end-of-sequence is ignored.")
     add_attach(parser)
-    parser.option("workload", str, "", "JSON file of requests; without it prompts are random")
-    parser.option("num_prompts", int, 32, "random workload: how many")
-    parser.option("input_len", int, 128, "random workload: tokens of a prompt")
-    parser.option("output_len", int, 64, "random workload: tokens of an output")
+    add_work(parser)
     parser.option("repeats", int, 1, "runs after a warm-up; the fastest is shown")
-    parser.option("output_json", str, "", "file for the figures")
-    values = parser.parse(args[1:])
+    values = parser.parse(args)
     with open_llm(values) as llm:
-        if values.workload:
-            work = open_work(values.workload)
-        else:
-            inputs, outputs = (values.input_len, values.input_len), (values.output_len, values.output_len)
-            work = random_work(values.num_prompts, inputs, outputs, top=min(llm.vocab_size, TOP))
+        work = chosen_work(values, llm.vocab_size)
         warm_up(llm, work)
         report = min((measure(llm, work) for _ in range(max(1, values.repeats))), key=lambda r: r.seconds)
     print("\n".join(report.lines()))

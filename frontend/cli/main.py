@@ -26,7 +26,8 @@ COMMANDS = {
     "engine": ("frontend.cli.engine", "run an engine that other processes attach to"),
     "status": ("frontend.cli.status", "show running engines, their devices, load and last ends"),
     "run-vllm": ("frontend.cli.run_vllm", "run a program written for vLLM"),
-    "bench": ("frontend.cli.bench", "measure: `wavecore bench offline`"),
+    "top": ("frontend.cli.top", "watch the engines of a deployment and their requests"),
+    "bench": ("frontend.cli.bench", "measure: `wavecore bench offline`, `wavecore bench serve URL`"),
 }
 
 

@@ -84,10 +84,14 @@ class CommandParser:
         if own["help"]:
             print(self._help())
             sys.exit(0)
-        theirs = [name for name in (*flagged, "config") if name != "tokenizer" and (name in flagged or own["config"])]
-        if own.get("attach") and theirs:
-            name = _flag(theirs[0])
-            raise ConfigError(f"{name} is for an engine that is started; the one of --attach has its settings already")
+        if own.get("attach") and own.get("url"):
+            raise ConfigError("--attach and --url name two engines; give one")
+        remote = next((option for option in ("attach", "url") if own.get(option)), None)
+        mine = {"attach": "tokenizer", "url": "model"}  # settings that make sense for a client alone
+        theirs = [name for name in (*flagged, *(["config"] if own["config"] else [])) if name != mine.get(remote or "")]
+        if remote and theirs:
+            reason = f"the one of {_flag(remote)} has its settings already"
+            raise ConfigError(f"{_flag(theirs[0])} is for an engine that is started; {reason}")
         merged = {**settings, **_read_file(own["config"]), **compat.from_environment(), **flagged}
         if own["print_config"]:
             print(yaml.safe_dump(merged, sort_keys=False), end="")

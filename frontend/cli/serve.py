@@ -29,7 +29,7 @@ MAX_PORT = 65535
 
 def run(args: Sequence[str]) -> int:
     about = "Serves OpenAI's API. SIGTERM or Ctrl-C drains it; a second one ends it at once."
-    parser = CommandParser("serve", "[MODEL]", about, words=["model"])
+    parser = CommandParser("wavecore serve", "[MODEL]", about, words=["model"])
     parser.option("host", str, "127.0.0.1", "address to listen at; 0.0.0.0 for all of this machine")
     parser.option("port", int, 8000, "port to listen at; 0 takes a free one")
     parser.option("uds", str, "", "a unix socket to listen at, in place of host and port")
@@ -38,6 +38,7 @@ def run(args: Sequence[str]) -> int:
     parser.option("attach", str, "", "runtime directory of running engines; none is started then")
     parser.option("api_server_count", int, 1, "processes that listen and speak HTTP")
     parser.option("chat_template", str, "", "jinja2 text in place of the model's template, or the file of one")
+    parser.option("metrics_compat", str, "vllm", "vllm: /metrics has vLLM's names as well; none: ours alone")
     parser.option("ssl_keyfile", str, None, "key of TLS, in PEM form")
     parser.option("ssl_certfile", str, None, "its certificate")
     parser.option("write_timeout", float, 60.0, "seconds until a reader that takes nothing is cut off")
@@ -87,6 +88,7 @@ def _config(values: Namespace, shutdown_timeout: float) -> ServerConfig:
         max_body_bytes=values.max_body_bytes,
         write_timeout=values.write_timeout,
         shutdown_timeout=shutdown_timeout,
+        metrics_compat=values.metrics_compat,
         ssl_keyfile=values.ssl_keyfile,
         ssl_certfile=values.ssl_certfile,
     )

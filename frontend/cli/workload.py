@@ -1,13 +1,15 @@
-"""Workloads for measuring: the same token ids for every run of the same arguments."""
+"""Workloads for measuring, and the options that choose one: the same token ids for every run of the same arguments."""
 
 from __future__ import annotations
 
 import json
 import random
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wavecore.frontend.cli.parser import CommandParser
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.small_files import read_small
 
@@ -22,6 +24,26 @@ class WorkItem:
     prompt: str | list[int]
     max_tokens: int
     temperature: float = 0.0
+
+
+def add_work(parser: CommandParser) -> None:
+    parser.option("workload", str, "", "JSON file of requests; without it prompts are random")
+    parser.option("num_prompts", int, 32, "random workload: how many")
+    parser.option("input_len", int, 128, "random workload: tokens of a prompt")
+    parser.option("output_len", int, 64, "random workload: tokens of an output")
+    parser.option("output_json", str, "", "file for the figures")
+
+
+def chosen_work(values: Namespace, vocab_size: int = TOP) -> list[WorkItem]:
+    """What the options of `add_work` say.
+
+    Raises:
+        ValidationError: see `open_work` and `random_work`.
+    """
+    if values.workload:
+        return open_work(values.workload)
+    inputs, outputs = (values.input_len, values.input_len), (values.output_len, values.output_len)
+    return random_work(values.num_prompts, inputs, outputs, top=min(vocab_size, TOP))
 
 
 def random_work(

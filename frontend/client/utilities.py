@@ -7,7 +7,7 @@ import json
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -153,9 +153,7 @@ class Inspection:
             the step's rows and tokens, and a counter of the load. Times are microseconds; `pid` is the engine.
         """
         file = OF_REQUEST.path("path", path)
-        traces = call_all(self._service.client, "export_trace")
-        events = [{**event, "pid": index} for index, trace in enumerate(traces) for event in trace["traceEvents"]]
-        found = {"traceEvents": events, "displayTimeUnit": "ms"}
+        found = merged_trace(call_all(self._service.client, "export_trace"))
         file.write_text(json.dumps(found), encoding="utf-8")
         return found
 
@@ -199,6 +197,12 @@ class Inspection:
         weights = to_numpy(answer.frames[0]).astype(np.float32)
         file.write_bytes(png(heat_map(weights)))
         return weights
+
+
+def merged_trace(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Chrome traces of several engines as one; `pid` is the engine."""
+    events = [{**event, "pid": index} for index, trace in enumerate(traces) for event in trace["traceEvents"]]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def beside_loop(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:

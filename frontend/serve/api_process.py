@@ -16,6 +16,7 @@ import uvloop
 
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.service import Service
+from wavecore.frontend.serve.admin import serve_admin
 from wavecore.frontend.serve.app import ApiApp
 from wavecore.frontend.serve.context import ApiContext
 from wavecore.frontend.serve.http.protocol import LimitedProtocol
@@ -103,7 +104,9 @@ async def _serve(
 ) -> None:
     context = ApiContext(config, service)
     server = _Server(context)
-    beside = (context.replies.sweep(), _report_sessions(server, service.client, report))
+    beside = [context.replies.sweep(), context.metrics.run(), _report_sessions(server, service.client, report)]
+    if config.index == 0:
+        beside.append(serve_admin(service.client, Path(config.attach)))
     tasks = [asyncio.create_task(work) for work in beside]
     try:
         await server.serve([listener])

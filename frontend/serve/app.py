@@ -5,6 +5,7 @@ Starlette's router finds the route; its middleware is left out, because each lay
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -86,6 +87,7 @@ ROUTES = (
     ApiRoute("GET", "/health", probes.health, is_open=True),
     ApiRoute("GET", "/ready", probes.ready, is_open=True),
     ApiRoute("GET", "/livez", probes.livez, is_open=True),
+    ApiRoute("GET", "/metrics", probes.metrics, is_open=True),
 )
 """All routes of the server: here a module adds its own."""
 
@@ -97,6 +99,7 @@ class ApiApp:
         self.context = context
         routes = [Route(route.path, _AsgiEndpoint(route.endpoint), methods=[route.method]) for route in ROUTES]
         self._router = Router(routes, redirect_slashes=False)
+        self._paths = {route.path for route in ROUTES}
         self._open = {(route.method, route.path) for route in ROUTES if route.is_open}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -104,12 +107,18 @@ class ApiApp:
             return
         call = HttpCall(scope, receive, send, self.context.config.max_body_bytes, self._refusal)
         scope.update({"app": self, "wavecore.context": self.context, "wavecore.call": call})
+        metrics, started = self.context.metrics, time.monotonic()
+        metrics.in_flight.inc()
         try:
             if (scope["method"].replace("HEAD", "GET"), scope["path"]) not in self._open:
                 self.context.access.check(call)
             await self._router(scope, receive, send)
         except Exception as error:
             await call.answer(call.refusal(error))
+        finally:
+            metrics.in_flight.dec()
+            route = scope["path"] if scope["path"] in self._paths else "other"
+            metrics.served(route, call.status, time.monotonic() - started)
 
     def _refusal(self, call: HttpCall, error: Exception) -> Answer:
         if isinstance(error, HTTPException) and error.detail == HTTPStatus(error.status_code).phrase:  # the router's

@@ -21,6 +21,7 @@ from wavecore.frontend.serve.http.access import Access
 from wavecore.frontend.serve.http.http_call import HttpCall
 from wavecore.frontend.serve.http.refusals import ModelNotFound
 from wavecore.frontend.serve.http.stream import Replies, StreamForm, Whole
+from wavecore.frontend.serve.metrics import Metrics
 from wavecore.frontend.serve.server_config import ServerConfig
 from wavecore.frontend.text.messages import ChatOptions
 
@@ -45,6 +46,8 @@ class ApiContext:
         given = str(service.resolved["model"])
         on_hub = given.count("/") == 1 and given[0] not in "/.~" and ":" not in given
         self.model: str = service.resolved.get("served_model_name") or (given if on_hub else Path(given).name)
+        vllm = config.metrics_compat == "vllm"
+        self.metrics = Metrics(service.client, service.runtime_dir, self.model, config.index, vllm)
 
     async def read(self, call: HttpCall, kind: type[T], generates: bool = True) -> T:
         """The body of a request, for the model that is served.

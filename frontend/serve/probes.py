@@ -1,4 +1,4 @@
-"""Probes: is this process alive, and would a request be served? All but the deep one answer from memory."""
+"""Probes: is this process alive, would a request be served, what has been? All but the deep one answer from memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from wavecore.frontend.client.notifiers import LoopNotifier
 from wavecore.frontend.prompts import Prompt
 from wavecore.frontend.serve.context import ApiContext
 from wavecore.frontend.serve.http.http_call import Answer, HttpCall
+from wavecore.frontend.serve.metrics import CONTENT_TYPE
 
 DEEP_SECONDS = 10.0
 
@@ -36,6 +37,11 @@ async def health(context: ApiContext, call: HttpCall) -> Answer:
         if not await _draws_a_token(context):
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"no token came within {DEEP_SECONDS:g} s")
     return await ready(context, call)
+
+
+async def metrics(context: ApiContext, _call: HttpCall) -> Answer:
+    """For Prometheus. Made beside the loop: it takes milliseconds."""
+    return Answer(await asyncio.to_thread(context.metrics.exposition), content_type=CONTENT_TYPE)
 
 
 async def _draws_a_token(context: ApiContext) -> bool:

@@ -82,8 +82,8 @@ class Server:
         with self._signals():
             try:
                 folder = self._supervisor.start(self._progress) if self._supervisor else Path(self._config.attach)
-                config = replace(self._config, attach=str(folder)).to_json()
-                for process in self._processes:
+                for index, process in enumerate(self._processes):
+                    config = replace(self._config, attach=str(folder), index=index).to_json()
                     process.spawn(config, str(folder), self._listener)
                 self._watch(folder)
             except WavecoreError:

@@ -20,6 +20,8 @@ class ServerConfig:
         max_body_bytes: of a request; a larger one is refused while it is read.
         write_timeout: seconds without progress after which a reader that stopped is cut off.
         shutdown_timeout: seconds for running requests to finish at the end.
+        index: number of the API process.
+        metrics_compat: "vllm" shows vLLM's names in /metrics as well, "none" ours alone.
         ssl_keyfile, ssl_certfile: files in PEM form; both or none.
     """
 
@@ -29,6 +31,8 @@ class ServerConfig:
     max_body_bytes: int = 32 << 20
     write_timeout: float = 60.0
     shutdown_timeout: float = 30.0
+    index: int = 0
+    metrics_compat: str = "vllm"
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
 
@@ -36,6 +40,8 @@ class ServerConfig:
         object.__setattr__(self, "api_keys", tuple(self.api_keys))
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile go together: give both or none")
+        if self.metrics_compat not in ("vllm", "none"):
+            raise ConfigError(f"metrics_compat must be vllm or none, not {self.metrics_compat!r:.80}")
         for name in ("max_body_bytes", "write_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")

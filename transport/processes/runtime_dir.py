@@ -26,13 +26,16 @@ from wavecore.transport.small_files import write_new
 from wavecore.transport.wire.checks import Checker
 
 LOCK = "lock"
+ADMIN_SOCKET = "admin.sock"  # of a server for this deployment
 PREFIX = "wavecore-"
 MAX_PATH = 80  # an ipc path must stay under 108 bytes with the socket's name behind it
 TOUCH_SECONDS = 3600.0  # cleaners take what nobody touched for days
 _FRESH, _NAMED = "wavecore, fresh", "wavecore, named"  # first line of a lock file
 _HERE = "."  # in its list: the folder itself, which the deployment made
 # What a deployment may write at all: a damaged list can name nothing else.
-_NAMES = re.compile(r"\.|lock|\.?deployment\.json|engine\d+\.(in|out)|keys(/(server|client)\.key|/authorized_clients)?")
+_NAMES = re.compile(
+    r"\.|lock|\.?deployment\.json|engine\d+\.(in|out)|admin\.sock|keys(/(server|client)\.key|/authorized_clients)?"
+)
 _MAX_LIST = 1 << 20
 _CHECKS = Checker(lambda name, reason: ConfigError(f"{name} {reason}"))
 

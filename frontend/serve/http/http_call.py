@@ -51,6 +51,7 @@ class HttpCall:
         id: of the request, in the answer's `x-request-id`; the client's own where it gave a plain one.
         owner: whose key it came with; empty where keys are not asked for.
         notes: further headers of the answer.
+        status: of the answer that has begun; 0 for none.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class HttpCall:
         self._max_body = max_body
         given = self.header(b"x-request-id")
         self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        self.owner = ""
+        self.owner, self.status = "", 0
         self.notes: Headers = [(b"x-request-id", self.id.encode())]
 
     def header(self, name: bytes) -> str:
@@ -101,6 +102,7 @@ class HttpCall:
     async def answer(self, answer: Answer) -> None:
         headers = [(b"content-type", answer.content_type), (b"content-length", b"%d" % len(answer.body))]
         headers += [*self.notes, *answer.headers]
+        self.status = int(answer.status)
         await self.send({"type": "http.response.start", "status": int(answer.status), "headers": headers})
         await self.send({"type": "http.response.body", "body": answer.body})
 

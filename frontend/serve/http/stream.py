@@ -229,6 +229,7 @@ class Reply:
         else:
             of_body = [(b"content-type", JSON), (b"content-length", b"%d" % len(data))]
         all_of_them = [*of_body, *self.call.notes, *headers]
+        self.call.status = status
         self.sender.put({"type": "http.response.start", "status": status, "headers": all_of_them})
 
 

@@ -1,0 +1,66 @@
+"""`wavecore bench serve`: latencies and throughput of an OpenAI server under load, ours or another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wavecore.frontend.cli.parser import CommandParser
+from wavecore.frontend.cli.remote import add_server, endpoint, served_model
+from wavecore.frontend.cli.workload import WorkItem, add_work, chosen_work
+from wavecore.frontend.load.load_run import LAG_MARK, report, run_load
+from wavecore.transport.errors import ConfigError, RequestError
+
+GOALS = {"ttft": "time to first token", "tpot": "time a token after the first", "e2e": "whole request"}
+
+
+def run(args: Sequence[str]) -> int:
+    about = "Measures an OpenAI server. A request's clock runs from the moment when it was due."
+    parser = CommandParser("wavecore bench serve", "URL", about, words=["url"])
+    add_server(parser)
+    add_work(parser)
+    parser.option("chat", bool, False, "chat completions; token ids are sent as text, so lengths are not exact")
+    parser.option("request_rate", float, 0.0, "requests a second, at Poisson times; 0: as max-concurrency allows")
+    parser.option("max_concurrency", int, 0, "requests at once; 0: any number")
+    for name, what in GOALS.items():
+        parser.option(f"goal_{name}_ms", float, None, f"goodput: the longest {what} of a good request")
+    values = parser.parse(args)
+    if min(values.request_rate, values.max_concurrency) < 0:
+        raise ConfigError("--request-rate and --max-concurrency must be at least 0")
+    model = served_model(values)
+    bodies = [_body(item, model, values.chat) for item in chosen_work(values)]
+    goals = {name: limit / 1e3 for name in GOALS if (limit := getattr(values, f"goal_{name}_ms")) is not None}
+    url = endpoint(values, "chat/completions" if values.chat else "completions")
+    load = asyncio.run(run_load(url, bodies, values.request_rate, values.max_concurrency, values.api_key))
+    figures = report(load, goals)
+    print("\n".join(_lines(figures)))
+    if values.output_json:
+        Path(values.output_json).write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    if figures["failed"]:
+        raise RequestError(f"{figures['failed']} of {figures['requests']} requests failed")
+    return 0
+
+
+def _body(item: WorkItem, model: str, chat: bool) -> dict[str, Any]:
+    asked = {"model": model, "max_tokens": item.max_tokens, "temperature": item.temperature, "ignore_eos": True}
+    body = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+    if not chat:
+        return {**body, "prompt": item.prompt}
+    text = item.prompt if isinstance(item.prompt, str) else " ".join(map(str, item.prompt))
+    return {**body, "messages": [{"role": "user", "content": text}]}
+
+
+def _lines(figures: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            shown = " / ".join(f"{value[mark]:.1f}" for mark in ("p50", "p90", "p99", "max")) if value else "-"
+            lines.append(f"{name:<26}{shown} (p50 / p90 / p99 / max)")
+        else:
+            lines.append(f"{name:<26}{value:.2f}" if isinstance(value, float) else f"{name:<26}{value}")
+    if figures["client_lagged"]:
+        lines.append(f"this program woke up more than {1e3 * LAG_MARK:.0f} ms late: in part it has measured itself")
+    return lines

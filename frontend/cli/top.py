@@ -1,0 +1,139 @@
+"""`wavecore top DIR`: what the engines of a deployment do, and which of their requests are slow, or wait and why."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from wavecore.frontend.base import where_it_runs
+from wavecore.frontend.cli.generate import add_attach
+from wavecore.frontend.cli.parser import CommandParser
+from wavecore.frontend.client.client import EngineClient
+from wavecore.transport.errors import ConfigError, EngineDead, WavecoreError
+from wavecore.transport.processes import deployment
+from wavecore.transport.processes.deployment import Address
+from wavecore.transport.wire.messages import Result
+
+MAX_REQUESTS = 1000  # that an engine tells of at once
+ANSWER_SECONDS = 5.0
+RATES = {"output_tokens": "out/s", "prompt_tokens": "prompt/s", "finished": "ended/s"}
+
+View = dict[str, Any]
+"""What `--json` prints: "time" (unix seconds), "engines" and "requests", lists of dictionaries.
+
+An engine: index, state, restarts, cause ("" or why it died last); while it answers all counters of its utility
+`metrics`, and with `_per_second` what `RATES` names. A request: engine, and what `LLM.debug_requests` says; first those
+that run, the oldest first, then the queue in order.
+"""
+
+
+def run(args: Sequence[str]) -> int:
+    parser = CommandParser(
+        "wavecore top", "DIR", "Watches the engines of a deployment. Ctrl-C ends it.", words=["attach"]
+    )
+    add_attach(parser)
+    parser.option("once", bool, False, "print once, over one interval, and end")
+    parser.option("json", bool, False, "a line of JSON each time")
+    parser.option("interval", float, 1.0, "seconds between two looks")
+    parser.option("requests", int, 20, "requests to show")
+    values = parser.parse(args)
+    if not values.attach or values.interval <= 0 or not 0 <= values.requests <= MAX_REQUESTS:
+        raise ConfigError(f"usage: wavecore top DIR, --interval above 0, --requests from 0 to {MAX_REQUESTS}")
+    where = where_it_runs(values.attach, values.key_file)
+    client = EngineClient(where)
+    try:
+        views = _views(client, where, values.interval, values.requests)
+        _show([next(views)] if values.once else views, as_json=values.json)
+    finally:
+        client.close()
+    return 0
+
+
+def _show(views: Iterable[View], as_json: bool) -> None:
+    if as_json:
+        for view in views:
+            print(json.dumps(view), flush=True)
+        return
+    console = Console()
+    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        for view in views:
+            if live is None:
+                console.print(_tables(view))
+            else:
+                live.update(_tables(view), refresh=True)
+
+
+def _views(client: EngineClient, where: Path | Address, interval: float, requests: int) -> Iterator[View]:
+    """For ever, the first one after an interval."""
+    before, looked = _look(client, where, requests), time.monotonic()
+    while True:
+        time.sleep(interval)
+        view, now = _look(client, where, requests), time.monotonic()
+        counted = {engine["index"]: engine for engine in before["engines"]}
+        for engine in view["engines"]:
+            for name in RATES.keys() & engine.keys():
+                rise = engine[name] - counted.get(engine["index"], {}).get(name, 0)
+                engine[f"{name}_per_second"] = max(0.0, rise / (now - looked))  # below 0 after a restart
+        before, looked = view, now
+        yield view
+
+
+def _look(client: EngineClient, where: Path | Address, requests: int) -> View:
+    entries = deployment.read(where).engines
+    limit = min(int(client.resolved["max_num_seqs"]) + requests, MAX_REQUESTS)
+    calls: dict[tuple[int, str], Future[Result]] = {}
+    with suppress(EngineDead):  # none is there just now
+        for index in client.engines:
+            for method, args in (("metrics", {}), ("debug_requests", {"limit": limit})):
+                calls[index, method] = client.call(method, args, engine=index, timeout=ANSWER_SECONDS)
+    answers = {}
+    for key, call in calls.items():
+        with suppress(WavecoreError):  # it has just ended, or does not answer
+            answers[key] = call.result().value
+    engines = []
+    for entry in entries:
+        told = answers.get((entry.index, "metrics"), {})
+        told.pop("histograms", None)
+        cause = "" if entry.cause is None else entry.cause.message
+        engines.append({"index": entry.index, "state": entry.state, "restarts": entry.restarts, "cause": cause, **told})
+    shown = [{"engine": e.index, **row} for e in entries for row in answers.get((e.index, "debug_requests"), ())]
+    shown.sort(key=lambda row: (bool(row["reason"]), 0.0 if row["reason"] else -row["age"]))
+    return {"time": time.time(), "engines": engines, "requests": shown[:requests]}
+
+
+def _tables(view: View) -> Group:
+    engines = _table("engine", "state", "run", "wait", "KV", "hits", *RATES.values(), "preempt")
+    for engine in view["engines"]:
+        state = f"{engine['state']} ({engine['restarts']} restarts)" if engine["restarts"] else engine["state"]
+        if "steps" not in engine:
+            engines.add_row(str(engine["index"]), state)
+            continue
+        parts = [f"{engine[name]:.0%}" for name in ("cache_usage", "hit_rate")]
+        rates = [f"{engine[f'{name}_per_second']:.1f}" for name in RATES]
+        cells = (engine["index"], state, engine["running"], engine["waiting"], *parts, *rates, engine["preemptions"])
+        engines.add_row(*map(str, cells))
+    causes = [Text(f"engine {e['index']}: {e['cause']}") for e in view["engines"] if e["cause"]]
+    requests = _table("request", "age, s", "state", "prompt", "out", "blocks")
+    requests.add_column("why it waits")
+    for row in view["requests"]:
+        name = f"{row['engine']}:{row['client'][:6]}/{row['handle']}"
+        counts = [str(row[key]) for key in ("prompt_tokens", "output_tokens", "blocks")]
+        requests.add_row(name, f"{row['age']:.1f}", row["state"], *counts, Text(row["reason"]))
+    return Group(engines, *causes, "", requests)
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in heads:
+        table.add_column(head, no_wrap=True)
+    return table

@@ -1,0 +1,1 @@
+"""Load on an OpenAI server, and what its clients see. Knows that wire and clocks; leaves workloads to whoever asks."""

@@ -1,0 +1,183 @@
+"""What a scrape of `/metrics` shows: the engines' numbers, and those of this API process.
+
+The engines' are fetched each second (`refresh`) and a scrape is answered from memory, with their age: it never waits
+for an engine. `metrics.json` names them, and as vLLM does where the same is meant, so that its dashboards and routers
+(llm-d's picker, the inference gateway of Kubernetes) find what they look for: "model server protocol" at
+https://gateway-api-inference-extension.sigs.k8s.io.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from wavecore.frontend.client.client import EngineClient
+from wavecore.transport.errors import WavecoreError
+from wavecore.transport.io.complaints import Complaints
+from wavecore.transport.processes import deployment
+from wavecore.transport.processes.deployment import Address, EngineEntry
+from wavecore.transport.wire.messages import Result
+
+logger = logging.getLogger(__name__)
+
+ROWS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("metrics.json").read_text("utf-8"))
+"""Kind -> metrics. `key`: of the utility `metrics`, "KEY.KEY" in a mapping. `name`, `vllm`: ours and vLLM's, where it
+has one. `label`: of a mapping, what its keys are; `known` ones are shown from the start."""
+KINDS = {"counters": CounterMetricFamily, "gauges": GaugeMetricFamily, "histograms": HistogramMetricFamily}
+PREFIXES = {"name": "wavecore_", "vllm": "vllm:"}
+LABELS = ("model_name", "engine")
+CACHE_LABELS = {"block_size": "block_size", "num_gpu_blocks": "num_blocks", "num_cpu_blocks": "num_host_blocks"}
+HTTP_SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+THRESHOLDS = {"kv_cache_usage": 0.95, "queue_usage": 0.8, "age_seconds": 5.0}
+"""What is above them is shown and logged."""
+REFRESH_SECONDS = 1.0
+CALL_SECONDS = 10.0
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4.encode()
+"""Whatever a scraper would rather have: in OpenMetrics prometheus-client 0.26 writes `vllm_` for `vllm:`."""
+
+
+class Metrics:
+    """One of each API process; a collector of prometheus-client's.
+
+    Args:
+        client: of all engines.
+        runtime_dir: of their deployment.
+        model_name: label of every number of an engine.
+        api_server: number of this process.
+        vllm: show vLLM's names, too.
+    """
+
+    def __init__(
+        self, client: EngineClient, runtime_dir: Path | Address, model_name: str, api_server: int = 0, vllm: bool = True
+    ) -> None:
+        self._client, self._runtime_dir, self._model_name = client, runtime_dir, model_name
+        self._prefixes = {key: prefix for key, prefix in PREFIXES.items() if vllm or key != "vllm"}
+        self._reports: dict[int, tuple[float, dict[str, Any]]] = {}  # when, monotonic seconds; and what was said
+        self._asked: set[int] = set()
+        self._entries: tuple[EngineEntry, ...] = ()
+        self._complaints = Complaints(logger)
+        self.registry = registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        self._own = {"api_server": str(api_server)}
+        names = ["api_server", "route", "status"]
+        self._answers = Counter("wavecore_http_requests", "Answers.", names, registry=registry)
+        self._seconds = Histogram(
+            "wavecore_http_request_seconds", "Of whole answers.", names[:2], registry=registry, buckets=HTTP_SECONDS
+        )
+        in_flight = Gauge("wavecore_http_requests_in_flight", "Begun, not ended.", names[:1], registry=registry)
+        self.in_flight = in_flight.labels(**self._own)
+
+    async def run(self) -> None:
+        """Refresh each second, until cancelled."""
+        while True:
+            self.refresh()
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    def refresh(self) -> None:
+        """Ask every engine that owes no answer; waits for none. Log what is above its threshold."""
+        with suppress(WavecoreError):  # gone, or just being written
+            self._entries = deployment.read(self._runtime_dir).engines
+        for index in set(self._client.engines) - self._asked:
+            with suppress(WavecoreError):  # it has just ended
+                call = self._client.call("metrics", engine=index, timeout=CALL_SECONDS)
+                self._asked.add(index)
+                call.add_done_callback(partial(self._keep, index))
+        for index, numbers in self._numbers():
+            for name in (name for name, is_above in numbers["exceeded"].items() if is_above):
+                self._complaints.add(f"engine {index}: {name} is above {THRESHOLDS[name]}", "see /metrics")
+
+    def _keep(self, index: int, call: Future[Result]) -> None:
+        if call.exception() is None:
+            self._reports[index] = time.monotonic(), call.result().value
+        self._asked.discard(index)
+
+    def _numbers(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Of the engines that take requests; what others said last would mislead a router."""
+        queue, up = int(self._client.resolved.get("max_num_queued_reqs", 1)), self._client.engines
+        for index, (taken, report) in sorted(self._reports.copy().items()):
+            age = time.monotonic() - taken
+            values = (report["cache_usage"], report["waiting"] / queue, age)
+            if index in up:
+                limits = zip(THRESHOLDS.items(), values, strict=True)
+                exceeded = {name: value > limit for (name, limit), value in limits}
+                yield index, {**report, "age_seconds": age, "exceeded": exceeded}
+
+    def served(self, route: str, status: int, seconds: float) -> None:
+        """An answer has ended."""
+        self._answers.labels(**self._own, route=route, status=str(status)).inc()
+        self._seconds.labels(**self._own, route=route).observe(seconds)
+
+    # --- a scrape -------------------------------------------------------------------------------------------------
+
+    def exposition(self) -> bytes:
+        """The body of an answer, of CONTENT_TYPE. Takes milliseconds; in any thread."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """For prometheus-client."""
+        engines = list(self._numbers())
+        for kind, rows in ROWS.items():
+            for row in rows:
+                samples = [sample for index, numbers in engines for sample in self._samples(row, index, numbers)]
+                labels = (*LABELS, *([row["label"]] if "label" in row else []))
+                yield from self._spelled(KINDS[kind], row, labels, samples)
+        yield from self._facts()
+
+    def _samples(self, row: Mapping[str, Any], index: int, numbers: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+        """Values of labels, and what to add."""
+        outer, _, inner = row["key"].partition(".")
+        value, labels = numbers[outer], (self._model_name, str(index))
+        if "label" in row:
+            for key, count in {**dict.fromkeys(row.get("known", ()), 0), **value}.items():
+                yield (*labels, key), (count,)
+        elif outer == "histograms":
+            yield labels, (_buckets(value[inner]), value[inner]["sum"])
+        else:
+            yield labels, (value.get(inner, 0) if inner else value,)
+
+    def _spelled(
+        self, family: Any, row: Mapping[str, Any], labels: Sequence[str], samples: Iterable[tuple[Any, Any]]
+    ) -> Iterator[Metric]:
+        for key, prefix in self._prefixes.items():
+            if key in row:
+                metric = family(prefix + row[key], row["about"], labels=labels)
+                for values, added in samples:
+                    metric.add_metric(values, *added)
+                yield metric
+
+    def _facts(self) -> Iterator[Metric]:
+        """What no engine has counted."""
+        up = self._client.engines
+        rows = [((self._model_name, str(entry.index)), entry) for entry in self._entries]
+        about = {"name": "engine_up", "about": "1: it takes requests."}
+        yield from self._spelled(GaugeMetricFamily, about, LABELS, [(v, (e.index in up,)) for v, e in rows])
+        about = {"name": "engine_restarts", "about": "Starts after the first one."}
+        yield from self._spelled(CounterMetricFamily, about, LABELS, [(v, (e.restarts,)) for v, e in rows])
+        about = {"name": "threshold", "about": "What is above it is logged."}
+        limits = [([name], (limit,)) for name, limit in THRESHOLDS.items()]
+        yield from self._spelled(GaugeMetricFamily, about, ["threshold"], limits)
+        about = {"name": "cache_config_info", "vllm": "cache_config_info", "about": "The KV cache."}
+        facts = [str(self._client.resolved[name]) for name in CACHE_LABELS.values()]
+        infos = [((self._model_name, str(index), *facts), (1,)) for index in up]
+        yield from self._spelled(GaugeMetricFamily, about, (*LABELS, *CACHE_LABELS), infos)
+        about = {"vllm": "lora_requests_info", "about": "There are no adapters."}  # a router that asks wants an answer
+        lora = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        yield from self._spelled(GaugeMetricFamily, about, lora, [(("0", "", ""), (time.time(),))])
+
+
+def _buckets(histogram: Mapping[str, Any]) -> list[tuple[str, int]]:
+    edges = [*map(str, histogram["edges"]), "+Inf"]
+    return list(zip(edges, accumulate(histogram["counts"]), strict=True))

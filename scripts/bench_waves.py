@@ -68,7 +68,7 @@ def passes(llm: LLM) -> list[int]:
 
 def generate(llm: LLM, count: int, tokens: int) -> float:
     """Seconds a token."""
-    prompts = [{"prompt_token_ids": [number + 1, 2, 3]} for number in range(count)]
+    prompts = [[number + 1, 2, 3] for number in range(count)]
     start = time.perf_counter()
     llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0), use_tqdm=False)
     return (time.perf_counter() - start) / tokens

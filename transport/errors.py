@@ -5,6 +5,7 @@
     +-- ModelError              model files: missing, truncated, unknown, unsafe (also a ValueError)
     +-- ValidationError         one request's value is out of bounds (also a ValueError)
     +-- NotSupportedError       a known feature that this version refuses by name (also a ValueError)
+    |   +-- NotSupportedName    a method or attribute of that kind (also an AttributeError)
     +-- ProtocolError           bytes on a wire that break the protocol
     |   +-- MessageTooLarge     refused before sending: the peer would be cut off without a word
     +-- RequestError            one request ended without its answer
@@ -90,7 +91,10 @@ class NotSupportedError(WavecoreError, ValueError):
 
 
 class NotSupportedName(NotSupportedError, AttributeError):
-    """A method or attribute of that kind; `hasattr` finds it missing."""
+    """A method or attribute that exists elsewhere; `hasattr` finds it missing.
+
+    The message says what to use in its place.
+    """
 
     code = "not_supported_name"
 

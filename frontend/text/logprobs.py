@@ -31,7 +31,8 @@ def read_logprobs(frames: Sequence[TensorFrame], positions: Sequence[int], decod
 @dataclass(frozen=True, eq=False)
 class PromptLogprobs(Sequence[PositionLogprobs | None]):
     """One entry a prompt token, the first None. Each is made when it is read: those of a long prompt are a million
-    objects, which hold up a whole program if they are made at once. A pickle or a copy of it is a plain list.
+    objects, which hold up a whole program if they are made at once. It equals the list of them, which a pickle or a
+    copy of it is.
 
     Attributes:
         columns: of all tokens but the first, as in `read_logprobs`.
@@ -48,6 +49,11 @@ class PromptLogprobs(Sequence[PositionLogprobs | None]):
             return [self[i] for i in range(len(self))[at]]
         place = range(len(self))[at]
         return _position(self.decode, *[column[place - 1].tolist() for column in self.columns]) if place else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, list | PromptLogprobs) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
 
     def __reduce__(self) -> tuple[type, tuple[Any]]:
         return list, ([*self],)

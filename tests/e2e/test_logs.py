@@ -50,8 +50,9 @@ def test_preemptions_are_told_at_info(tmp_path: Path, way: str) -> None:
 
 @pytest.fixture
 def own_logger() -> Iterator[logging.Logger]:
-    """As it was before, after the test."""
+    """As at a program's start, before the test and after it."""
     logger = logging.getLogger("wavecore")
+    logger.setLevel(logging.NOTSET)  # other tests of this process may have asked for another
     yield logger
     for handler in logger.handlers:
         handler.close()

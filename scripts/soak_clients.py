@@ -80,10 +80,11 @@ def forking(runtime_dir: Path, chance: random.Random) -> None:
         for _ in range(4):
             prompt, tokens = prompt_of(chance), list[int]()
             stream = llm.stream({"prompt_token_ids": prompt}, greedy(60))
-            tokens += next(stream).outputs[0].token_ids
+            first = next(stream)
+            tokens += first.outputs[0].token_ids
             child = os.fork()
             if child == 0:
-                sys.exit(_use_in_a_fork(llm, stream))
+                sys.exit(_use_in_a_fork(llm, stream, first.finished))
             for output in stream:
                 tokens += output.outputs[0].token_ids
             check(prompt, tokens, 60)
@@ -91,11 +92,13 @@ def forking(runtime_dir: Path, chance: random.Random) -> None:
                 raise Broken(f"the fork ended with status {status}")
 
 
-def _use_in_a_fork(llm: LLM, stream: Iterator[Any]) -> int:
+def _use_in_a_fork(llm: LLM, stream: Iterator[Any], finished: bool) -> int:
     """0 where each use ends as it should: with an error, or the stream with all that had come before."""
     wrong = 0
     with contextlib.suppress(WavecoreError):
-        wrong += [output.finished for output in stream][-1:] != [True]
+        for output in stream:
+            finished = output.finished
+        wrong += not finished
     with contextlib.suppress(WavecoreError):
         llm.generate([1], greedy(1), use_tqdm=False)
         wrong += 1

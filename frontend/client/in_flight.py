@@ -138,6 +138,8 @@ class InFlight:
             self.refuse(mailbox, RequestError(f"request {mailbox.request.request_id}: {why}"))
         self._flights.clear()
         self._rows.clear()
+        for engine in self._engines:  # which may still report until the goodbye is out
+            engine.unstarted.clear()
 
     def abort_all_at(self, engine: RemoteEngine) -> None:
         """Tell an engine to end all that it was sent; it hears so when it is in reach again."""

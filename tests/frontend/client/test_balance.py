@@ -189,6 +189,16 @@ def test_what_waits_moves_to_an_engine_that_is_free(pair: World) -> None:
     assert [message for _, message in pair.pump.sent] == sent  # neither further nor back
 
 
+def test_a_report_behind_the_end_moves_nothing(pair: World) -> None:
+    """Between `close` and the goodbye's way out an engine still reports."""
+    mailboxes = queue_up(pair)
+    requests = pair.client._requests
+    requests.fail_all("closed")
+    for engine in pair.client._engines.values():
+        requests.report(engine, Load(0, 4, 0))
+    assert all(mailbox.ended for mailbox in mailboxes) and not requests.live
+
+
 def test_no_more_moves_than_wait(pair: World) -> None:
     queue_up(pair, 6)
     pair.pump.step(0, [], load=Load(0, 1, 0))

@@ -43,7 +43,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _report(process: child.SupervisedChild, sessions: Sessions) -> None:
-    process.report_ready({str(index): [part.hex() for part in session] for index, session in sessions.items()})
+    told = {str(index): [part.hex() for part in session] for index, session in sessions.items()}
+    process.report_ready({"resolved": told})
 
 
 def _serve(config: ServerConfig, fd: int, report: Callable[[Sessions], None]) -> int:

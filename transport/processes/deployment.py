@@ -19,7 +19,15 @@ import psutil
 
 from wavecore.transport.addresses import engine_ports
 from wavecore.transport.curve import KeyPair
-from wavecore.transport.errors import ConfigError, ProtocolError, ResourceError, StartError
+from wavecore.transport.errors import (
+    ConfigError,
+    ProtocolError,
+    RequestError,
+    ResourceError,
+    StartError,
+    WavecoreError,
+    from_code,
+)
 from wavecore.transport.processes.runtime_dir import LOCK, is_held
 from wavecore.transport.small_files import read_small
 from wavecore.transport.wire.checks import MAX_TEXT, Checker, shown, table
@@ -57,6 +65,15 @@ class Cause:
         """With who it was and in which phase in its message, of which alone clients learn."""
         where = f" (while: {self.phase})" if self.phase else ""
         return replace(self, message=f"{who}{self.message}{where}")
+
+    def as_error(self) -> WavecoreError:
+        """What a start raises: the child's own error where it is one of the tree, else a StartError with all that is
+        known."""
+        error = from_code(self.code, self.message)
+        if type(error) in (RequestError, WavecoreError):  # "signal", "exit", "internal", ...
+            error = StartError(self.message)
+            error.add_note(self.traceback or "\n".join(("Its last output:", *self.log_tail[-20:])))
+        return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.mailbox import OutputKind
-from wavecore.frontend.client.notifiers import LoopNotifier
 from wavecore.frontend.prompts import Prompt
 from wavecore.frontend.serve.context import ApiContext
 from wavecore.frontend.serve.http.http_call import Answer, HttpCall
@@ -45,7 +44,7 @@ async def metrics(context: ApiContext, _call: HttpCall) -> Answer:
 
 
 async def _draws_a_token(context: ApiContext) -> bool:
-    service, notifier = context.service, LoopNotifier(asyncio.get_running_loop())
+    service, notifier = context.service, context.replies.notifier
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     request = service.prepare(Prompt(ids=np.zeros(1, np.int32)), params, RequestOptions(timeout=DEEP_SECONDS))
     mailbox = service.mailbox(request, notifier, OutputKind.FINAL)

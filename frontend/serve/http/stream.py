@@ -1,7 +1,7 @@
 """The hot path: a step's mailboxes to the bytes of their streams, in one call of the event loop.
 
 A generator, a task or a future a delta would cost more than all else. So nothing waits for a mailbox: the client's IO
-thread tells a whole step at once (`StepNotifier`), and the loop calls `Reply.on_news` for each of its mailboxes, which
+thread tells a whole step at once (`LoopNotifier`), and the loop calls `Reply.on_news` for each of its mailboxes, which
 writes. The request's own task sleeps meanwhile until its client has left or has everything.
 
 ASGI's `send` is a coroutine that seldom waits, only behind a reader that is slow. `_Sender` therefore runs it like a
@@ -11,7 +11,6 @@ function, and keeps it where it does wait; what arrives until the reader is back
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -22,6 +21,7 @@ import msgspec
 
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.mailbox import Mailbox
+from wavecore.frontend.client.notifiers import LoopNotifier
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.serve.http.http_call import JSON, Headers, HttpCall, Message
 from wavecore.transport.errors import RequestError, RequestTimeout, WavecoreError
@@ -29,7 +29,6 @@ from wavecore.transport.errors import RequestError, RequestTimeout, WavecoreErro
 KEEP_ALIVE_SECONDS = 15.0  # of silence on a stream, after which a comment shows that the server is there
 SWEEP_SECONDS = 1.0
 escaped = msgspec.json.Encoder().encode
-STREAMS_A_TURN = 64  # written in one turn of the loop: a thousand streams must not hold up whatever else runs in it
 
 logger = logging.getLogger(__name__)
 
@@ -55,36 +54,6 @@ class StreamForm(Protocol):
 
     def last(self) -> bytes:
         """The events that end the stream."""
-
-
-class StepNotifier:
-    """Tells the replies of one event loop that their mailboxes hold something, a whole step in one call."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._replies: dict[Mailbox, Reply] = {}
-
-    def watch(self, mailbox: Mailbox, reply: Reply) -> None:
-        self._replies[mailbox] = reply
-
-    def forget(self, mailbox: Mailbox) -> None:
-        self._replies.pop(mailbox, None)
-
-    def notify(self, mailboxes: Sequence[Mailbox]) -> bool:
-        if self._loop.is_closed():
-            return False
-        if mailboxes:
-            with contextlib.suppress(RuntimeError):  # closed this moment: seen the next time
-                self._loop.call_soon_threadsafe(self._tell, mailboxes)
-        return True
-
-    def _tell(self, mailboxes: Sequence[Mailbox]) -> None:
-        if len(mailboxes) > STREAMS_A_TURN:
-            self._loop.call_soon(self._tell, mailboxes[STREAMS_A_TURN:])
-        replies = self._replies
-        for mailbox in mailboxes[:STREAMS_A_TURN]:
-            if (reply := replies.get(mailbox)) is not None:
-                reply.on_news(mailbox)
 
 
 class _Sender:
@@ -255,7 +224,7 @@ class Replies:
     """
 
     def __init__(self, client: EngineClient, write_timeout: float, on_end: Callable[[], None]) -> None:
-        self.notifier = StepNotifier(asyncio.get_running_loop())
+        self.notifier = LoopNotifier(asyncio.get_running_loop())
         self._client = client
         self._write_timeout, self._on_end = write_timeout, on_end
         self._live: set[Reply] = set()
@@ -267,7 +236,7 @@ class Replies:
         self._live.add(reply)
         try:
             for mailbox in mailboxes:
-                self.notifier.watch(mailbox, reply)
+                self.notifier.watch(mailbox, reply.on_news)
                 self._client.submit(mailbox)
             await call.gone()
         finally:

@@ -72,7 +72,7 @@ def options_of(call: HttpCall, body: EngineRequestFields) -> RequestOptions:
     if timeout is None and (text := call.header(b"x-wavecore-timeout")):
         timeout = _number("x-wavecore-timeout", text)
     checked = RequestOptions(priority or 0, timeout, cache_salt=body.cache_salt)
-    return replace(checked, cache_salt=salt_of(call.owner, checked.cache_salt)) if call.owner else checked
+    return replace(checked, cache_salt=salt_of(call.owner, checked.cache_salt))
 
 
 def _number(name: str, text: str, whole: bool = False) -> float:

@@ -49,6 +49,13 @@ class ApiRoute:
     takes: type[msgspec.Struct] | None = None
     is_open: bool = False
 
+    async def __call__(self, scope: Message, _receive: Receive, _send: Send) -> None:
+        """As Starlette calls what writes its own answer."""
+        call: HttpCall = scope["wavecore.call"]
+        answer = await self.endpoint(scope["wavecore.context"], call)
+        if answer is not None:
+            await call.answer(answer)
+
 
 async def openapi(_context: ApiContext, _call: HttpCall) -> Answer:
     """The table below for programs, in the form of OpenAPI 3.1."""
@@ -66,7 +73,7 @@ async def openapi(_context: ApiContext, _call: HttpCall) -> Answer:
             found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         paths.setdefault(path, {})[route.method.lower()] = found
     about = {"title": "wavecore", "version": VERSION}
-    return Answer.of({"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": components}})
+    return Answer({"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": components}})
 
 
 ROUTES = (
@@ -97,7 +104,7 @@ class ApiApp:
 
     def __init__(self, context: ApiContext) -> None:
         self.context = context
-        routes = [Route(route.path, _AsgiEndpoint(route.endpoint), methods=[route.method]) for route in ROUTES]
+        routes = [Route(route.path, route, methods=[route.method]) for route in ROUTES]
         self._router = Router(routes, redirect_slashes=False)
         self._paths = {route.path for route in ROUTES}
         self._open = {(route.method, route.path) for route in ROUTES if route.is_open}
@@ -124,16 +131,3 @@ class ApiApp:
         if isinstance(error, HTTPException) and error.detail == HTTPStatus(error.status_code).phrase:  # the router's
             error.detail = f"{call.scope['method']} {call.scope['path']:.200} is nothing that is served here"
         return refusal(call, error, self.context.admission.retry_after)
-
-
-class _AsgiEndpoint:
-    """An endpoint as Starlette takes what writes its own answer: an object, not a function."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-
-    async def __call__(self, scope: Message, _receive: Receive, _send: Send) -> None:
-        call: HttpCall = scope["wavecore.call"]
-        answer = await self._endpoint(scope["wavecore.context"], call)
-        if answer is not None:
-            await call.answer(answer)

@@ -20,12 +20,12 @@ DEEP_SECONDS = 10.0
 
 
 async def livez(context: ApiContext, _call: HttpCall) -> Answer:
-    return Answer.of({"status": "alive", "loop_lag_seconds": context.replies.lag})
+    return Answer({"status": "alive", "loop_lag_seconds": context.replies.lag})
 
 
 async def ready(context: ApiContext, _call: HttpCall) -> Answer:
     context.admission.check()
-    return Answer.of({"status": "ready", "engines": context.service.client.engines})
+    return Answer({"status": "ready", "engines": context.service.client.engines})
 
 
 async def health(context: ApiContext, call: HttpCall) -> Answer:
@@ -40,7 +40,7 @@ async def health(context: ApiContext, call: HttpCall) -> Answer:
 
 async def metrics(context: ApiContext, _call: HttpCall) -> Answer:
     """For Prometheus. Made beside the loop: it takes milliseconds."""
-    return Answer(await asyncio.to_thread(context.metrics.exposition), content_type=CONTENT_TYPE)
+    return Answer(await asyncio.to_thread(context.metrics.exposition), media_type=CONTENT_TYPE)
 
 
 async def _draws_a_token(context: ApiContext) -> bool:

@@ -42,29 +42,21 @@ async def tokenize(context: ApiContext, call: HttpCall) -> Answer:
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
     texts = [tokenizer.decode_token(token) for token in ids] if body.return_token_strs else None
     answer = {"count": len(ids), "max_model_len": context.service.max_model_len, "tokens": ids}
-    return Answer.of({**answer, "token_strs": texts})
+    return Answer({**answer, "token_strs": texts})
 
 
 async def detokenize(context: ApiContext, call: HttpCall) -> Answer:
     body = await context.read(call, DetokenizeRequest, generates=False)
     OF_REQUEST.entries("tokens", body.tokens, context.service.max_model_len)
     text = context.service.need_tokenizer("detokenize").decode(body.tokens, skip_special_tokens=False)
-    return Answer.of({"prompt": text})
+    return Answer({"prompt": text})
 
 
 def _no_text(_choice: CompletionOutput, _echo: str) -> dict[str, object]:
     return {}
 
 
-GENERATED = Shape(
-    whole="generate",
-    chunk="generate.chunk",
-    first=b"",
-    text=(b'"text":', b""),
-    empty=b'"text":""',
-    choice=_no_text,
-    logprobs=token_logprobs,
-)
+GENERATED = Shape("generate", "generate.chunk", _no_text, token_logprobs)
 
 
 async def generate(context: ApiContext, call: HttpCall) -> None:
@@ -76,7 +68,7 @@ async def generate(context: ApiContext, call: HttpCall) -> None:
         unknown = body.sampling_params.keys() - set(SamplingParams.__dataclass_fields__)
         raise ValidationError("sampling_params", f"{', '.join(sorted(unknown)):.200} is none of them") from None
     options = options_of(call, body)
-    form = Events(GENERATED, call.id, context.model, params.n, params.logprobs, body.stream_options, token_ids=True)
+    form = Events(GENERATED, call.id, context.model, params, body.stream_options, token_ids=True)
     prompt = Prompt(ids=token_ids(body.token_ids))
     await context.generate(call, [prompt], params, options, form.whole, form if body.stream else None)
 

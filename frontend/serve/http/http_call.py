@@ -6,12 +6,12 @@ import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from wavecore.transport.errors import ValidationError
 
@@ -21,7 +21,6 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
 
-JSON = b"application/json"
 MAX_DEPTH = 64  # of JSON
 BODY_SECONDS = 60.0  # for a body to arrive
 MAX_NAMED = 20  # unknown fields named in an answer's header
@@ -29,19 +28,13 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-@dataclass(slots=True)
-class Answer:
-    """A whole response."""
+class Answer(Response):
+    """A whole response: bytes, or what becomes JSON."""
 
-    body: bytes
-    status: int = HTTPStatus.OK
-    content_type: bytes = JSON
-    headers: Headers = field(default_factory=list)
+    media_type = "application/json"
 
-    @classmethod
-    def of(cls, value: Any, status: int = HTTPStatus.OK) -> Answer:
-        """A value as JSON."""
-        return cls(msgspec.json.encode(value), status)
+    def render(self, content: Any) -> bytes:
+        return content if isinstance(content, bytes) else msgspec.json.encode(content)
 
 
 class HttpCall:
@@ -100,11 +93,9 @@ class HttpCall:
         return value
 
     async def answer(self, answer: Answer) -> None:
-        headers = [(b"content-type", answer.content_type), (b"content-length", b"%d" % len(answer.body))]
-        headers += [*self.notes, *answer.headers]
-        self.status = int(answer.status)
-        await self.send({"type": "http.response.start", "status": int(answer.status), "headers": headers})
-        await self.send({"type": "http.response.body", "body": answer.body})
+        answer.raw_headers += self.notes
+        self.status = answer.status_code
+        await answer(self.scope, self.receive, self.send)
 
     def take_id(self, given: str | None) -> None:
         """Be called as the body says.

@@ -23,11 +23,12 @@ from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.mailbox import Mailbox
 from wavecore.frontend.client.notifiers import LoopNotifier
 from wavecore.frontend.outputs import RequestOutput
-from wavecore.frontend.serve.http.http_call import JSON, Headers, HttpCall, Message
+from wavecore.frontend.serve.http.http_call import Answer, Headers, HttpCall, Message
 from wavecore.transport.errors import RequestError, RequestTimeout, WavecoreError
 
 KEEP_ALIVE_SECONDS = 15.0  # of silence on a stream, after which a comment shows that the server is there
 SWEEP_SECONDS = 1.0
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 escaped = msgspec.json.Encoder().encode
 
 logger = logging.getLogger(__name__)
@@ -180,25 +181,19 @@ class Reply:
         if self._started:
             self._write(b"data: " + answer.body + b"\n\n")
         else:
-            self._begin(answer.status, answer.body, answer.headers)
+            self._begin(answer.status_code, answer.raw_headers)
             self._write(answer.body)
 
     def _write(self, data: bytes) -> None:
         if not self._started:
-            self._begin(200, data, [])
+            self._begin(200, STREAM_HEADERS if self._stream else Answer(data).raw_headers)
         self._wrote = True
         self._finished = not self._running
         self.sender.put({"type": "http.response.body", "body": data, "more_body": not self._finished})
 
-    def _begin(self, status: int, data: bytes, headers: Headers) -> None:
-        """The head of a stream, or of an answer that `data` is all of."""
-        self._started = True
-        if self._stream and status == 200:
-            of_body = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        else:
-            of_body = [(b"content-type", JSON), (b"content-length", b"%d" % len(data))]
-        all_of_them = [*of_body, *self.call.notes, *headers]
-        self.call.status = status
+    def _begin(self, status: int, headers: Headers) -> None:
+        self._started, self.call.status = True, status
+        all_of_them = [*headers, *self.call.notes]
         self.sender.put({"type": "http.response.start", "status": status, "headers": all_of_them})
 
 

@@ -16,7 +16,8 @@ ARRAY = 0  # of msgpack's extension types
 
 
 def encode(plan: StepPlan) -> bytes:
-    return msgpack.packb(plan, default=_packed)
+    data: bytes = msgpack.packb(plan, default=_packed)
+    return data
 
 
 def decode(data: bytes) -> StepPlan:

@@ -8,6 +8,7 @@ import contextlib
 import queue
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from wavecore.frontend.client.mailbox import Mailbox
 
@@ -47,7 +48,7 @@ class LoopNotifier:
     def news(self, mailbox: Mailbox) -> asyncio.Future[None]:
         """Done once the mailbox holds something new. To be asked for before `take`, each time."""
         future = asyncio.get_running_loop().create_future()
-        self.watch(mailbox, lambda _: future.done() or future.set_result(None))
+        self.watch(mailbox, partial(_settle, future))
         return future
 
     def forget(self, mailbox: Mailbox) -> None:
@@ -68,3 +69,8 @@ class LoopNotifier:
         for mailbox in mailboxes[:STREAMS_A_TURN]:
             if (on_news := self._watchers.get(mailbox)) is not None:
                 on_news(mailbox)
+
+
+def _settle(future: asyncio.Future[None], _mailbox: Mailbox) -> None:
+    if not future.done():
+        future.set_result(None)

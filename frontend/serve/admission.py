@@ -33,18 +33,15 @@ class Admission:
         self._rate = 0.0  # requests that end a second
         self._last_end = time.monotonic()
 
-    def why_closed(self) -> str:
-        """Why nothing is let in; empty where it is."""
-        if self.draining:
-            return "the server is shutting down; send the request to another one"
-        return "" if self._client.engines else "no engine takes requests now; try again later"
-
     def check(self) -> None:
         """Raises:
         HTTPException: 503, while the server drains or no engine is up.
         """
-        if reason := self.why_closed():
+        if self.draining:
+            reason = "the server is shutting down; send the request to another one"
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+        if not self._client.engines:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "no engine takes requests now; try again later")
 
     def count_end(self) -> None:
         """A request has ended."""

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from wavecore.frontend.serve.server_config import ServerConfig
-from wavecore.transport.curve import CurveClient
 from wavecore.transport.errors import ResourceError, WavecoreError
 from wavecore.transport.io.farewell import say_bye
 from wavecore.transport.processes import deployment
@@ -238,6 +237,4 @@ class _ApiProcess:
         for engine in deployment.read(self._folder).engines:
             if session := sessions.get(str(engine.index)):
                 client_id, epoch = map(bytes.fromhex, session)
-                keys = self._folder / "keys" / "client.key"
-                curve = CurveClient.load(keys, engine.server_key) if engine.server_key else None
-                say_bye(engine.output, client_id, epoch, curve)
+                say_bye(engine.output, client_id, epoch, deployment.curve_of(self._folder, engine))

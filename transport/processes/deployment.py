@@ -18,7 +18,7 @@ import msgspec
 import psutil
 
 from wavecore.transport.addresses import engine_ports
-from wavecore.transport.curve import KeyPair
+from wavecore.transport.curve import CurveClient, KeyPair
 from wavecore.transport.errors import (
     ConfigError,
     ProtocolError,
@@ -250,6 +250,16 @@ def running() -> list[Path]:
     found = {Path(file).parent for file in files if file.endswith(f"/{LOCK}")}
     ours = (path for path in found if (path / FILE).exists() and path.stat().st_uid == os.geteuid())
     return sorted(path for path in ours if is_held(path))
+
+
+def curve_of(where: Path | Address, engine: EngineEntry) -> CurveClient | None:
+    """The keys to talk to an engine; None on ipc.
+
+    Raises:
+        WavecoreError: there is no key file of ours.
+    """
+    keys = where.key_file if isinstance(where, Address) else where / "keys" / "client.key"
+    return CurveClient.load(keys, engine.server_key) if engine.server_key else None
 
 
 def why_dead(runtime_dir: str | Path | Address, index: int, epoch: bytes) -> Cause | None:

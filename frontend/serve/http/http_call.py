@@ -19,7 +19,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_DEPTH = 64  # of JSON
 BODY_SECONDS = 60.0  # for a body to arrive
@@ -32,6 +32,7 @@ class Answer(Response):
     """A whole response: bytes, or what becomes JSON."""
 
     media_type = "application/json"
+    body: bytes
 
     def render(self, content: Any) -> bytes:
         return content if isinstance(content, bytes) else msgspec.json.encode(content)
@@ -85,8 +86,8 @@ class HttpCall:
         body = await self._body()
         _check_depth(body)
         value: T = _decode(body, kind)
-        fields = {name: raw for name, raw in _decode(body, dict[str, msgspec.Raw]).items() if name not in _names(kind)}
-        ignored = [name for name, raw in fields.items() if not known(name, msgspec.json.decode(raw))]
+        own, given = kind.__struct_fields__, _decode(body, dict[str, msgspec.Raw])
+        ignored = [n for n, raw in given.items() if n not in own and not known(n, msgspec.json.decode(raw))]
         if ignored:
             named = ", ".join([re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in ignored[:MAX_NAMED]])
             self.notes.append((b"x-wavecore-ignored", named.encode()))
@@ -141,10 +142,6 @@ class HttpCall:
             large = f"the body is larger than {self._max_body} bytes"
             raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, large, {"connection": "close"})
         return b"".join(parts)
-
-
-def _names(kind: Any) -> frozenset[str]:
-    return frozenset(kind.__struct_fields__)
 
 
 def _decode(body: bytes, kind: Any) -> Any:

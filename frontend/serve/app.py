@@ -16,15 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
 from wavecore.frontend.serve import probes
-from wavecore.frontend.serve.api import chat, completions, models, tokens
-from wavecore.frontend.serve.api.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
+from wavecore.frontend.serve.api import chat, completions, models, schema, tokens
 from wavecore.frontend.serve.context import ApiContext
 from wavecore.frontend.serve.http.http_call import Answer, HttpCall, Message, Receive, Send
 from wavecore.frontend.serve.http.refusals import refusal
@@ -69,23 +61,23 @@ async def openapi(_context: ApiContext, _call: HttpCall) -> Answer:
         if "{" in path:
             found["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
         if route.takes:
-            schema = {"$ref": f"#/components/schemas/{route.takes.__name__}"}
-            found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            body = {"schema": {"$ref": f"#/components/schemas/{route.takes.__name__}"}}
+            found["requestBody"] = {"required": True, "content": {"application/json": body}}
         paths.setdefault(path, {})[route.method.lower()] = found
     about = {"title": "wavecore", "version": VERSION}
     return Answer({"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": components}})
 
 
 ROUTES = (
-    ApiRoute("POST", "/v1/chat/completions", chat.chat_completions, ChatRequest),
-    ApiRoute("POST", "/v1/chat/completions/render", chat.render, ChatRequest),
-    ApiRoute("POST", "/v1/completions", completions.completions, CompletionRequest),
+    ApiRoute("POST", "/v1/chat/completions", chat.chat_completions, schema.ChatRequest),
+    ApiRoute("POST", "/v1/chat/completions/render", chat.render, schema.ChatRequest),
+    ApiRoute("POST", "/v1/completions", completions.completions, schema.CompletionRequest),
     ApiRoute("GET", "/v1/models", models.models),
     ApiRoute("GET", "/v1/models/{model:path}", models.model),
-    ApiRoute("POST", "/v1/embeddings", tokens.embeddings, EmbeddingRequest),
-    ApiRoute("POST", "/inference/v1/generate", tokens.generate, GenerateRequest),
-    ApiRoute("POST", "/tokenize", tokens.tokenize, TokenizeRequest),
-    ApiRoute("POST", "/detokenize", tokens.detokenize, DetokenizeRequest),
+    ApiRoute("POST", "/v1/embeddings", tokens.embeddings, schema.EmbeddingRequest),
+    ApiRoute("POST", "/inference/v1/generate", tokens.generate, schema.GenerateRequest),
+    ApiRoute("POST", "/tokenize", tokens.tokenize, schema.TokenizeRequest),
+    ApiRoute("POST", "/detokenize", tokens.detokenize, schema.DetokenizeRequest),
     ApiRoute("GET", "/openapi.json", openapi),
     ApiRoute("GET", "/version", models.version, is_open=True),
     ApiRoute("GET", "/load", models.load),

@@ -6,6 +6,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -46,6 +47,7 @@ class HttpCall:
         owner: whose key it came with; empty where keys are not asked for.
         notes: further headers of the answer.
         status: of the answer that has begun; 0 for none.
+        refusal: gives the answer that an error becomes.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class HttpCall:
         refuse: Callable[[HttpCall, Exception], Answer],
     ) -> None:
         self.scope, self.receive, self.send = scope, receive, send
-        self._refuse = refuse
+        self.refusal = partial(refuse, self)
         self._max_body = max_body
         given = self.header(b"x-request-id")
         self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
@@ -108,10 +110,6 @@ class HttpCall:
             raise ValidationError("request_id", "must be 1 to 128 letters, digits, or any of ._:-")
         if given is not None:
             self.id, self.notes[0] = given, (b"x-request-id", given.encode())
-
-    def refusal(self, error: Exception) -> Answer:
-        """The answer that an error becomes."""
-        return self._refuse(self, error)
 
     def cut(self) -> None:
         """End the connection at once, whatever waits to be read."""

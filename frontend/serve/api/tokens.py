@@ -13,15 +13,10 @@ from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS
 from wavecore.frontend.outputs import CompletionOutput, RequestOutput
 from wavecore.frontend.prompts import Prompt, token_ids
 from wavecore.frontend.serve.admission import options_of
+from wavecore.frontend.serve.api import schema
 from wavecore.frontend.serve.api.chat import conversation, token_logprobs
 from wavecore.frontend.serve.api.events import Events, Shape
 from wavecore.frontend.serve.api.fields_to_params import prompts_of
-from wavecore.frontend.serve.api.schema import (
-    DetokenizeRequest,
-    EmbeddingRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
 from wavecore.frontend.serve.context import ApiContext
 from wavecore.frontend.serve.http.http_call import Answer, HttpCall
 from wavecore.frontend.serve.http.stream import escaped
@@ -30,7 +25,7 @@ from wavecore.transport.wire.checks import OF_REQUEST
 
 
 async def tokenize(context: ApiContext, call: HttpCall) -> Answer:
-    body = await context.read(call, TokenizeRequest, generates=False)
+    body = await context.read(call, schema.TokenizeRequest, generates=False)
     tokenizer = context.service.need_tokenizer("tokenize")
     if (body.prompt is None) == (body.messages is None):
         raise ValidationError("prompt", "or messages: give one of them")
@@ -46,7 +41,7 @@ async def tokenize(context: ApiContext, call: HttpCall) -> Answer:
 
 
 async def detokenize(context: ApiContext, call: HttpCall) -> Answer:
-    body = await context.read(call, DetokenizeRequest, generates=False)
+    body = await context.read(call, schema.DetokenizeRequest, generates=False)
     OF_REQUEST.entries("tokens", body.tokens, context.service.max_model_len)
     text = context.service.need_tokenizer("detokenize").decode(body.tokens, skip_special_tokens=False)
     return Answer({"prompt": text})
@@ -61,7 +56,7 @@ GENERATED = Shape("generate", "generate.chunk", _no_text, token_logprobs)
 
 async def generate(context: ApiContext, call: HttpCall) -> None:
     """/inference/v1/generate: what /v1/chat/completions/render gives, to token ids."""
-    body = await context.read(call, GenerateRequest)
+    body = await context.read(call, schema.GenerateRequest)
     try:
         params = SamplingParams(**{**body.sampling_params, "detokenize": False})
     except TypeError:
@@ -74,7 +69,7 @@ async def generate(context: ApiContext, call: HttpCall) -> None:
 
 
 async def embeddings(context: ApiContext, call: HttpCall) -> None:
-    body = await context.read(call, EmbeddingRequest)
+    body = await context.read(call, schema.EmbeddingRequest)
     options = options_of(call, body)
     prompts = prompts_of("input", body.input, 1, int(context.service.resolved["max_num_queued_reqs"]))
     encoded = await context.encode(prompts, options)

@@ -26,13 +26,14 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from wavecore.frontend.client.client import EngineClient
-from wavecore.frontend.client.utilities import call_all, merged_trace
+from wavecore.frontend.client.utilities import merged_trace
 from wavecore.frontend.serve.listener import listen_at_file
 from wavecore.transport.errors import ResourceError, WavecoreError
 from wavecore.transport.processes.runtime_dir import ADMIN_SOCKET
 
 logger = logging.getLogger(__name__)
 
+CALL_SECONDS = 30.0
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {  # path -> HTTP method, the engines' utility, its arguments
     "/requests": ("GET", "debug_requests", {}),
     "/trace": ("GET", "export_trace", {}),
@@ -57,7 +58,8 @@ async def serve_admin(client: EngineClient, runtime_dir: Path) -> None:
     async def answer(request: Request) -> JSONResponse:
         _, method, args = CALLS[request.url.path]
         try:
-            values = await asyncio.to_thread(call_all, client, method, **args)
+            calls = [client.call(method, args, engine=index, timeout=CALL_SECONDS) for index in client.engines]
+            values = [result.value for result in await asyncio.gather(*map(asyncio.wrap_future, calls))]
         except WavecoreError as error:
             status = HTTPStatus.BAD_REQUEST if isinstance(error, ValueError) else HTTPStatus.SERVICE_UNAVAILABLE
             return JSONResponse({"error": str(error)}, status)

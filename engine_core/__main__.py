@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from wavecore.engine_core.api.config import MEMORY_ADVICE, EngineConfig
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.loop.dp_proc import DPEngineCore, DPEngineCoreProc
 from wavecore.engine_core.loop.proc import EngineCoreProc
-from wavecore.engine_core.loop.worker_proc import WorkerProc
+from wavecore.engine_core.loop.worker_proc import run_worker
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.startup.factory import make_lockstep_runner, make_runner, make_worker
 from wavecore.transport.curve import CurveServer
@@ -41,31 +43,32 @@ def main() -> int:
     child = SupervisedChild(args, MEMORY_ADVICE)
     logs.set_up(f"engine {args.index}" if child.group is None else f"engine {args.index} rank {child.rank}")
     try:
-        proc = _build(args, child)
+        run = _build(args, child)
     except Exception as error:
         cause = child.report_failure(error)
         if not isinstance(error, WavecoreError):  # a known one is raised where the engine was started
             logger.exception("engine %d did not start: %s", args.index, cause.message)
         return from_code(cause.code, cause.message).exit_code
     try:
-        proc.run()
-    except Exception:  # told by `run` to everybody who needs to know
+        run()
+    except Exception:  # told by it to everybody who needs to know
         return EngineDead.exit_code
     return 0
 
 
-def _build(args: argparse.Namespace, child: SupervisedChild) -> EngineCoreProc | WorkerProc:
+def _build(args: argparse.Namespace, child: SupervisedChild) -> Callable[[], None]:
     config = EngineConfig.from_json(child.config)
     logging.getLogger().setLevel(config.log_level.upper())
     if child.group and config.dp_lockstep:
         board = VoteBoard(child.group)
         runner = make_lockstep_runner(config, child.report_phase, child.group)
         dp_core = DPEngineCore(config, runner, board, expect=child.progress.expect)
-        return DPEngineCoreProc(dp_core, child, child.group, **_bound(args, child, dp_core, lockstep=child.group.life))
+        bound = _bound(args, child, dp_core, lockstep=child.group.life)
+        return DPEngineCoreProc(dp_core, child, child.group, **bound).run
     if child.group and child.rank:
-        return WorkerProc(*make_worker(config, child.report_phase, child.group), child)
+        return partial(run_worker, *make_worker(config, child.report_phase, child.group), child)
     core = EngineCore(config, make_runner(config, child.report_phase, child.group), expect=child.progress.expect)
-    return EngineCoreProc(core, child, **_bound(args, child, core))
+    return EngineCoreProc(core, child, **_bound(args, child, core)).run
 
 
 def _bound(args: argparse.Namespace, child: SupervisedChild, core: EngineCore, **more: Any) -> dict[str, Any]:

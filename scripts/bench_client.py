@@ -254,7 +254,7 @@ def compare_turns(args: argparse.Namespace, tokenizer: str) -> None:
     for turn in args.turns:
         for streams in args.streams:
             scripts = [Script(streams, args.steps, lockstep=True, with_timer=True) for _ in range(args.repeats)]
-            with mock.patch("wavecore.frontend.client.notifiers.TASKS_A_TURN", turn):
+            with mock.patch("wavecore.frontend.client.notifiers.STREAMS_A_TURN", turn):
                 cost = min(sum(measure("AsyncLLM, text", script, tokenizer)) for script in scripts)
             late = sorted(ms for script in scripts for ms in script.late_ms)
             middle, most = late[len(late) // 2], late[len(late) * 9 // 10]

@@ -29,26 +29,21 @@ def make_runner(
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
     """
-    if config.model.startswith("scripted:"):
-        from wavecore.engine_core.execution.scripted_runner import ScriptedRunner
-
-        return ScriptedRunner(config, progress, group=group)
+    if group is None or config.model.startswith("scripted:"):
+        return make_lockstep_runner(config, progress, group)
     runner = _load(config, progress, group)
-    if group is None:
-        return runner
     from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
 
     return GroupRunner(runner, group)
 
 
 def make_lockstep_runner(
-    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory
+    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None
 ) -> LockstepRunner:
-    """Load `config.model` for a rank in lockstep, which has all of it.
+    """Load `config.model` for a process that has all of it: one that is alone, or a rank in lockstep.
 
     Args:
-        progress: as for `make_runner`.
-        group: shared with the other ranks.
+        progress, group: as for `make_runner`.
 
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.

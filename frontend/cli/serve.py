@@ -20,6 +20,7 @@ from wavecore.frontend.serve.server import Server
 from wavecore.frontend.serve.server_config import ServerConfig
 from wavecore.transport.errors import ConfigError
 from wavecore.transport.processes import logs
+from wavecore.transport.small_files import read_small
 from wavecore.transport.wire.checks import MAX_TEXT
 
 KEY_VARIABLE = "WAVECORE_API_KEY"
@@ -77,14 +78,14 @@ def _config(values: Namespace, shutdown_timeout: float) -> ServerConfig:
     """
     keys = [values.api_key, os.environ.pop(KEY_VARIABLE, "")]  # away from what children inherit
     if values.api_key_file:
-        keys += _text("api_key_file", values.api_key_file).splitlines()
+        keys += _text("--api-key-file", values.api_key_file).splitlines()
         if not any(key.strip() for key in keys):
             raise ConfigError(f"--api-key-file {values.api_key_file}: holds no key")
     template = values.chat_template
     return ServerConfig(
         attach=values.attach,
         api_keys=tuple(key.strip() for key in keys if key.strip()),
-        chat_template=_text("chat_template", template) if template and "{" not in template else template or None,
+        chat_template=_text("--chat-template", template) if template and "{" not in template else template or None,
         max_body_bytes=values.max_body_bytes,
         write_timeout=values.write_timeout,
         shutdown_timeout=shutdown_timeout,
@@ -94,12 +95,8 @@ def _config(values: Namespace, shutdown_timeout: float) -> ServerConfig:
     )
 
 
-def _text(name: str, path: str) -> str:
-    flag = name.replace("_", "-")
+def _text(flag: str, path: str) -> str:
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        return read_small(Path(path).expanduser(), MAX_TEXT).decode()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--{flag} {path}: {getattr(error, 'strerror', None) or error}") from error
-    if len(text) > MAX_TEXT:
-        raise ConfigError(f"--{flag} {path}: is longer than {MAX_TEXT} characters")
-    return text
+        raise ConfigError(f"{flag} {path}: {getattr(error, 'strerror', None) or error}") from error

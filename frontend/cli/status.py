@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wavecore.frontend.client.client import EngineClient
+from wavecore.frontend.client.utilities import answers
 from wavecore.transport.errors import EngineDead, StartError, WavecoreError
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Deployment
@@ -62,10 +63,8 @@ def _loads(folder: Path, found: Deployment) -> dict[int, dict[str, Any]]:
         by = time.monotonic() + ANSWER_SECONDS
         while serving - {*client.engines} and time.monotonic() < by:
             time.sleep(0.01)
-        asked = {index: client.call("stats", engine=index, timeout=ANSWER_SECONDS) for index in client.engines}
-        for index, answer in asked.items():
-            with suppress(WavecoreError):
-                loads[index] = {name: answer.result().value[name] for name in LOAD}
+        for index, stats in answers(client, ANSWER_SECONDS, "stats").items():
+            loads[index] = {name: stats[name] for name in LOAD}
     return loads
 
 

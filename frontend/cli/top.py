@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from wavecore.frontend.base import where_it_runs
 from wavecore.frontend.cli.generate import add_attach
 from wavecore.frontend.cli.parser import CommandParser
 from wavecore.frontend.client.client import EngineClient
-from wavecore.transport.errors import ConfigError, EngineDead, WavecoreError
+from wavecore.frontend.client.utilities import answers
+from wavecore.transport.errors import ConfigError
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Address
-from wavecore.transport.wire.messages import Result
 
 MAX_REQUESTS = 1000  # that an engine tells of at once
 ANSWER_SECONDS = 5.0
@@ -91,22 +90,15 @@ def _views(client: EngineClient, where: Path | Address, interval: float, request
 def _look(client: EngineClient, where: Path | Address, requests: int) -> View:
     entries = deployment.read(where).engines
     limit = min(int(client.resolved["max_num_seqs"]) + requests, MAX_REQUESTS)
-    calls: dict[tuple[int, str], Future[Result]] = {}
-    with suppress(EngineDead):  # none is there just now
-        for index in client.engines:
-            for method, args in (("metrics", {}), ("debug_requests", {"limit": limit})):
-                calls[index, method] = client.call(method, args, engine=index, timeout=ANSWER_SECONDS)
-    answers = {}
-    for key, call in calls.items():
-        with suppress(WavecoreError):  # it has just ended, or does not answer
-            answers[key] = call.result().value
+    counters = answers(client, ANSWER_SECONDS, "metrics")
+    listed = answers(client, ANSWER_SECONDS, "debug_requests", limit=limit)
     engines = []
     for entry in entries:
-        told = answers.get((entry.index, "metrics"), {})
+        told = counters.get(entry.index, {})
         told.pop("histograms", None)
         cause = "" if entry.cause is None else entry.cause.message
         engines.append({"index": entry.index, "state": entry.state, "restarts": entry.restarts, "cause": cause, **told})
-    shown = [{"engine": e.index, **row} for e in entries for row in answers.get((e.index, "debug_requests"), ())]
+    shown = [{"engine": e.index, **row} for e in entries for row in listed.get(e.index, ())]
     shown.sort(key=lambda row: (bool(row["reason"]), 0.0 if row["reason"] else -row["age"]))
     return {"time": time.time(), "engines": engines, "requests": shown[:requests]}
 

@@ -12,11 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
-from wavecore.transport.curve import CurveClient
 from wavecore.transport.errors import EngineDead, ResourceError, StartError, WavecoreError
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.processes import deployment
-from wavecore.transport.processes.deployment import Address, Deployment, EngineEntry
+from wavecore.transport.processes.deployment import Address, Deployment, EngineEntry, curve_of
 
 LOOK_SECONDS = 0.25
 BROKEN_LOOK_SECONDS = 0.01  # the supervisor tells within milliseconds why an engine died
@@ -151,8 +150,5 @@ class DeploymentWatch:
         """Talk to an engine where it listens now: over tcp its port may have been taken while it was down."""
         addresses = entry.input, entry.output
         if entry.input and addresses != self._addresses.get(entry.index):
-            where = self._runtime_dir
-            keys = where.key_file if isinstance(where, Address) else where / "keys" / "client.key"
-            curve = CurveClient.load(keys, entry.server_key) if entry.server_key else None
-            self._pump.connect(entry.index, *addresses, curve)
+            self._pump.connect(entry.index, *addresses, curve_of(self._runtime_dir, entry))
             self._addresses[entry.index] = addresses

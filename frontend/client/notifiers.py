@@ -1,4 +1,5 @@
-"""How consumers learn that mailboxes hold something: a thread waits at a queue, a task for a future of its loop."""
+"""How consumers learn that mailboxes hold something: a thread waits at a queue, a task for a future of its
+loop, and a server has a function called."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import asyncio
 import contextlib
 import queue
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from wavecore.frontend.client.mailbox import Mailbox
 
-TASKS_A_TURN = 32  # woken in one turn of a loop: hundreds of streams must not hold up whatever else runs in it
+STREAMS_A_TURN = 32  # told of in one turn of a loop: hundreds of streams must not hold up whatever else runs in it
 
 
 class ThreadNotifier:
@@ -33,19 +35,24 @@ class ThreadNotifier:
 
 
 class LoopNotifier:
-    """For tasks of one event loop: one call into the loop a step, however many streams it runs."""
+    """For the streams of one event loop: one call into the loop a step, however many there are."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)  # waiters keep their loop alive, this must not
-        self._news: dict[Mailbox, asyncio.Future[None]] = {}
+        self._watchers: dict[Mailbox, Callable[[Mailbox], object]] = {}
+
+    def watch(self, mailbox: Mailbox, on_news: Callable[[Mailbox], object]) -> None:
+        """Have `on_news` called in the loop whenever the mailbox holds something new; it must not raise."""
+        self._watchers[mailbox] = on_news
 
     def news(self, mailbox: Mailbox) -> asyncio.Future[None]:
         """Done once the mailbox holds something new. To be asked for before `take`, each time."""
-        future = self._news[mailbox] = asyncio.get_running_loop().create_future()
+        future = asyncio.get_running_loop().create_future()
+        self.watch(mailbox, partial(_settle, future))
         return future
 
     def forget(self, mailbox: Mailbox) -> None:
-        self._news.pop(mailbox, None)
+        self._watchers.pop(mailbox, None)
 
     def notify(self, mailboxes: Sequence[Mailbox]) -> bool:
         loop = self._loop()
@@ -53,13 +60,17 @@ class LoopNotifier:
             return False
         if mailboxes:
             with contextlib.suppress(RuntimeError):  # closed this moment: seen the next time
-                loop.call_soon_threadsafe(self._set, loop, mailboxes)
+                loop.call_soon_threadsafe(self._tell, loop, mailboxes)
         return True
 
-    def _set(self, loop: asyncio.AbstractEventLoop, mailboxes: Sequence[Mailbox]) -> None:
-        if len(mailboxes) > TASKS_A_TURN:
-            loop.call_soon(self._set, loop, mailboxes[TASKS_A_TURN:])
-        for mailbox in mailboxes[:TASKS_A_TURN]:
-            future = self._news.get(mailbox)
-            if future is not None and not future.done():
-                future.set_result(None)
+    def _tell(self, loop: asyncio.AbstractEventLoop, mailboxes: Sequence[Mailbox]) -> None:
+        if len(mailboxes) > STREAMS_A_TURN:
+            loop.call_soon(self._tell, loop, mailboxes[STREAMS_A_TURN:])
+        for mailbox in mailboxes[:STREAMS_A_TURN]:
+            if (on_news := self._watchers.get(mailbox)) is not None:
+                on_news(mailbox)
+
+
+def _settle(future: asyncio.Future[None], _mailbox: Mailbox) -> None:
+    if not future.done():
+        future.set_result(None)

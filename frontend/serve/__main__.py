@@ -9,10 +9,9 @@ import argparse
 import logging
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-from wavecore.frontend.serve.api_process import Sessions, run
+from wavecore.frontend.serve.api_process import run
 from wavecore.frontend.serve.server_config import ServerConfig
 from wavecore.transport.errors import ResourceError, WavecoreError
 from wavecore.transport.headroom import raise_descriptor_limit
@@ -30,33 +29,26 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", default="api server", help="in logs and in ps")
     parsed = parser.parse_args(words)
     raise_descriptor_limit()
-    if not supervised:
-        logs.set_up(parsed.name)
-        return _serve(ServerConfig(attach=parsed.attach), parsed.fd, lambda _: None)
-    process = child.SupervisedChild(parsed)
+    process = child.SupervisedChild(parsed) if supervised else None
     logs.set_up(parsed.name)
+    config = ServerConfig.from_json(process.config) if process else ServerConfig(attach=parsed.attach)
     try:
-        return _serve(ServerConfig.from_json(process.config), parsed.fd, partial(_report, process))
+        run(config, _listener(parsed.fd), process.report_ready if process else lambda _: None)
     except WavecoreError as error:
-        process.report_failure(error)
+        if process is None:
+            logging.getLogger("wavecore.frontend.serve").error("%s", error)
+        else:
+            process.report_failure(error)
         return error.exit_code
+    return 0
 
 
-def _report(process: child.SupervisedChild, sessions: Sessions) -> None:
-    process.report_ready({str(index): [part.hex() for part in session] for index, session in sessions.items()})
-
-
-def _serve(config: ServerConfig, fd: int, report: Callable[[Sessions], None]) -> int:
+def _listener(fd: int) -> socket.socket:
     try:
-        listener = socket.socket(fileno=fd)
+        return socket.socket(fileno=fd)
     except OSError as error:
         raise ResourceError(f"--fd {fd} is no socket: {error}") from error
-    return run(config, listener, report)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except WavecoreError as error:
-        logging.getLogger("wavecore.frontend.serve").error("%s", error)
-        sys.exit(error.exit_code)
+    sys.exit(main())

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,6 @@ CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {  # path -> HTTP method, th
 }
 
 
-class _AdminServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # signals are the other server's
-
-
 async def serve_admin(client: EngineClient, runtime_dir: Path) -> None:
     """Until cancelled; not at all where another server of this deployment has the socket."""
     path = runtime_dir / ADMIN_SOCKET
@@ -74,7 +67,9 @@ async def serve_admin(client: EngineClient, runtime_dir: Path) -> None:
 
     app = Starlette(routes=[Route(route, answer, methods=[verb]) for route, (verb, _, _) in CALLS.items()])
     config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # the other server's
     try:
-        await _AdminServer(config).serve([listener])
+        await server.serve([listener])
     finally:
         path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import replace
 from http import HTTPStatus
+from typing import TypeVar
 
 from starlette.exceptions import HTTPException
 
@@ -17,6 +18,7 @@ from wavecore.frontend.serve.http.http_call import HttpCall
 from wavecore.transport.errors import ValidationError
 
 MOST_SECONDS = 60  # of Retry-After
+Number = TypeVar("Number", int, float)
 RATE_SECONDS = 30.0  # over which the rate of ends is averaged
 
 
@@ -33,18 +35,15 @@ class Admission:
         self._rate = 0.0  # requests that end a second
         self._last_end = time.monotonic()
 
-    def why_closed(self) -> str:
-        """Why nothing is let in; empty where it is."""
-        if self.draining:
-            return "the server is shutting down; send the request to another one"
-        return "" if self._client.engines else "no engine takes requests now; try again later"
-
     def check(self) -> None:
         """Raises:
         HTTPException: 503, while the server drains or no engine is up.
         """
-        if reason := self.why_closed():
+        if self.draining:
+            reason = "the server is shutting down; send the request to another one"
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+        if not self._client.engines:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "no engine takes requests now; try again later")
 
     def count_end(self) -> None:
         """A request has ended."""
@@ -66,17 +65,15 @@ def options_of(call: HttpCall, body: EngineRequestFields) -> RequestOptions:
         ValidationError: a value out of bounds.
     """
     call.take_id(body.request_id)
-    priority, timeout = body.priority, body.timeout
-    if priority is None and (text := call.header(b"x-wavecore-priority")):
-        priority = int(_number("x-wavecore-priority", text, whole=True))
-    if timeout is None and (text := call.header(b"x-wavecore-timeout")):
-        timeout = _number("x-wavecore-timeout", text)
+    priority = _from_header(call, "x-wavecore-priority", int) if body.priority is None else body.priority
+    timeout = _from_header(call, "x-wavecore-timeout", float) if body.timeout is None else body.timeout
     checked = RequestOptions(priority or 0, timeout, cache_salt=body.cache_salt)
-    return replace(checked, cache_salt=salt_of(call.owner, checked.cache_salt)) if call.owner else checked
+    return replace(checked, cache_salt=salt_of(call.owner, checked.cache_salt))
 
 
-def _number(name: str, text: str, whole: bool = False) -> float:
+def _from_header(call: HttpCall, name: str, kind: type[Number]) -> Number | None:
+    text = call.header(name.encode())
     try:
-        return int(text) if whole else float(text)
+        return kind(text) if text else None
     except ValueError:
-        raise ValidationError(name, f"must be a {'whole ' if whole else ''}number, not {text!r:.40}") from None
+        raise ValidationError(name, f"must be a {'whole ' if kind is int else ''}number, not {text!r:.40}") from None

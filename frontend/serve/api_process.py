@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -28,8 +29,7 @@ SESSIONS_SECONDS = 0.25
 GC_THRESHOLD = 50_000  # more objects made than dropped, until the collector looks
 KEEP_ALIVE_SECONDS = 75  # of a connection without a request; longer than a load balancer's, which would meet a close
 
-
-Sessions = dict[int, tuple[bytes, bytes]]
+Report = Callable[[dict[str, Any]], None]
 
 
 class _Server(uvicorn.Server):
@@ -77,11 +77,11 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def run(config: ServerConfig, listener: socket.socket, report: Callable[[Sessions], None]) -> int:
-    """Serve until a signal ends it; returns the exit code.
+def run(config: ServerConfig, listener: socket.socket, report: Report) -> None:
+    """Serve until a signal ends it.
 
     Args:
-        report: called once it serves, and again whenever its sessions with engines are others.
+        report: called once it serves, and again whenever its sessions with engines are others, with these.
 
     Raises:
         WavecoreError: there are no engines to attach to.
@@ -96,12 +96,9 @@ def run(config: ServerConfig, listener: socket.socket, report: Callable[[Session
             runner.run(_serve(config, service, listener, report))
     finally:
         service.close()
-    return 0
 
 
-async def _serve(
-    config: ServerConfig, service: Service, listener: socket.socket, report: Callable[[Sessions], None]
-) -> None:
+async def _serve(config: ServerConfig, service: Service, listener: socket.socket, report: Report) -> None:
     context = ApiContext(config, service)
     server = _Server(context)
     beside = [context.replies.sweep(), context.metrics.run(), _report_sessions(server, service.client, report)]
@@ -115,12 +112,12 @@ async def _serve(
             task.cancel()
 
 
-async def _report_sessions(server: uvicorn.Server, client: EngineClient, report: Callable[[Sessions], None]) -> None:
+async def _report_sessions(server: uvicorn.Server, client: EngineClient, report: Report) -> None:
     while not server.started:
         await asyncio.sleep(0.005)
-    told: Sessions | None = None
+    told = None
     while True:
         if (now := client.sessions) != told:
             told = now
-            report(now)
+            report({"resolved": {str(index): [part.hex() for part in session] for index, session in now.items()}})
         await asyncio.sleep(SESSIONS_SECONDS)

@@ -16,15 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
 from wavecore.frontend.serve import probes
-from wavecore.frontend.serve.api import chat, completions, models, tokens
-from wavecore.frontend.serve.api.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
+from wavecore.frontend.serve.api import chat, completions, models, schema, tokens
 from wavecore.frontend.serve.context import ApiContext
 from wavecore.frontend.serve.http.http_call import Answer, HttpCall, Message, Receive, Send
 from wavecore.frontend.serve.http.refusals import refusal
@@ -49,6 +41,13 @@ class ApiRoute:
     takes: type[msgspec.Struct] | None = None
     is_open: bool = False
 
+    async def __call__(self, scope: Message, _receive: Receive, _send: Send) -> None:
+        """As Starlette calls what writes its own answer."""
+        call: HttpCall = scope["wavecore.call"]
+        answer = await self.endpoint(scope["wavecore.context"], call)
+        if answer is not None:
+            await call.answer(answer)
+
 
 async def openapi(_context: ApiContext, _call: HttpCall) -> Answer:
     """The table below for programs, in the form of OpenAPI 3.1."""
@@ -62,23 +61,23 @@ async def openapi(_context: ApiContext, _call: HttpCall) -> Answer:
         if "{" in path:
             found["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
         if route.takes:
-            schema = {"$ref": f"#/components/schemas/{route.takes.__name__}"}
-            found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            body = {"schema": {"$ref": f"#/components/schemas/{route.takes.__name__}"}}
+            found["requestBody"] = {"required": True, "content": {"application/json": body}}
         paths.setdefault(path, {})[route.method.lower()] = found
     about = {"title": "wavecore", "version": VERSION}
-    return Answer.of({"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": components}})
+    return Answer({"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": components}})
 
 
 ROUTES = (
-    ApiRoute("POST", "/v1/chat/completions", chat.chat_completions, ChatRequest),
-    ApiRoute("POST", "/v1/chat/completions/render", chat.render, ChatRequest),
-    ApiRoute("POST", "/v1/completions", completions.completions, CompletionRequest),
+    ApiRoute("POST", "/v1/chat/completions", chat.chat_completions, schema.ChatRequest),
+    ApiRoute("POST", "/v1/chat/completions/render", chat.render, schema.ChatRequest),
+    ApiRoute("POST", "/v1/completions", completions.completions, schema.CompletionRequest),
     ApiRoute("GET", "/v1/models", models.models),
     ApiRoute("GET", "/v1/models/{model:path}", models.model),
-    ApiRoute("POST", "/v1/embeddings", tokens.embeddings, EmbeddingRequest),
-    ApiRoute("POST", "/inference/v1/generate", tokens.generate, GenerateRequest),
-    ApiRoute("POST", "/tokenize", tokens.tokenize, TokenizeRequest),
-    ApiRoute("POST", "/detokenize", tokens.detokenize, DetokenizeRequest),
+    ApiRoute("POST", "/v1/embeddings", tokens.embeddings, schema.EmbeddingRequest),
+    ApiRoute("POST", "/inference/v1/generate", tokens.generate, schema.GenerateRequest),
+    ApiRoute("POST", "/tokenize", tokens.tokenize, schema.TokenizeRequest),
+    ApiRoute("POST", "/detokenize", tokens.detokenize, schema.DetokenizeRequest),
     ApiRoute("GET", "/openapi.json", openapi),
     ApiRoute("GET", "/version", models.version, is_open=True),
     ApiRoute("GET", "/load", models.load),
@@ -97,7 +96,7 @@ class ApiApp:
 
     def __init__(self, context: ApiContext) -> None:
         self.context = context
-        routes = [Route(route.path, _AsgiEndpoint(route.endpoint), methods=[route.method]) for route in ROUTES]
+        routes = [Route(route.path, route, methods=[route.method]) for route in ROUTES]
         self._router = Router(routes, redirect_slashes=False)
         self._paths = {route.path for route in ROUTES}
         self._open = {(route.method, route.path) for route in ROUTES if route.is_open}
@@ -124,16 +123,3 @@ class ApiApp:
         if isinstance(error, HTTPException) and error.detail == HTTPStatus(error.status_code).phrase:  # the router's
             error.detail = f"{call.scope['method']} {call.scope['path']:.200} is nothing that is served here"
         return refusal(call, error, self.context.admission.retry_after)
-
-
-class _AsgiEndpoint:
-    """An endpoint as Starlette takes what writes its own answer: an object, not a function."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-
-    async def __call__(self, scope: Message, _receive: Receive, _send: Send) -> None:
-        call: HttpCall = scope["wavecore.call"]
-        answer = await self._endpoint(scope["wavecore.context"], call)
-        if answer is not None:
-            await call.answer(answer)

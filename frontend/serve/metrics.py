@@ -45,7 +45,7 @@ THRESHOLDS = {"kv_cache_usage": 0.95, "queue_usage": 0.8, "age_seconds": 5.0}
 """What is above them is shown and logged."""
 REFRESH_SECONDS = 1.0
 CALL_SECONDS = 10.0
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4.encode()
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Whatever a scraper would rather have: in OpenMetrics prometheus-client 0.26 writes `vllm_` for `vllm:`."""
 
 

@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.mailbox import OutputKind
-from wavecore.frontend.client.notifiers import LoopNotifier
 from wavecore.frontend.prompts import Prompt
 from wavecore.frontend.serve.context import ApiContext
 from wavecore.frontend.serve.http.http_call import Answer, HttpCall
@@ -21,12 +20,12 @@ DEEP_SECONDS = 10.0
 
 
 async def livez(context: ApiContext, _call: HttpCall) -> Answer:
-    return Answer.of({"status": "alive", "loop_lag_seconds": context.replies.lag})
+    return Answer({"status": "alive", "loop_lag_seconds": context.replies.lag})
 
 
 async def ready(context: ApiContext, _call: HttpCall) -> Answer:
     context.admission.check()
-    return Answer.of({"status": "ready", "engines": context.service.client.engines})
+    return Answer({"status": "ready", "engines": context.service.client.engines})
 
 
 async def health(context: ApiContext, call: HttpCall) -> Answer:
@@ -41,11 +40,11 @@ async def health(context: ApiContext, call: HttpCall) -> Answer:
 
 async def metrics(context: ApiContext, _call: HttpCall) -> Answer:
     """For Prometheus. Made beside the loop: it takes milliseconds."""
-    return Answer(await asyncio.to_thread(context.metrics.exposition), content_type=CONTENT_TYPE)
+    return Answer(await asyncio.to_thread(context.metrics.exposition), media_type=CONTENT_TYPE)
 
 
 async def _draws_a_token(context: ApiContext) -> bool:
-    service, notifier = context.service, LoopNotifier(asyncio.get_running_loop())
+    service, notifier = context.service, context.replies.notifier
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     request = service.prepare(Prompt(ids=np.zeros(1, np.int32)), params, RequestOptions(timeout=DEEP_SECONDS))
     mailbox = service.mailbox(request, notifier, OutputKind.FINAL)

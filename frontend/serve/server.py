@@ -6,8 +6,6 @@ another, which takes what waits at the port. Both end with this process, whateve
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import math
 import selectors
@@ -15,21 +13,21 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 from wavecore.frontend.serve.server_config import ServerConfig
-from wavecore.transport.curve import CurveClient
-from wavecore.transport.errors import ResourceError, StartError, WavecoreError, from_code
+from wavecore.transport.errors import ResourceError, WavecoreError
 from wavecore.transport.io.farewell import say_bye
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.group import Backoff
 from wavecore.transport.processes.logs import LineWriter
-from wavecore.transport.processes.process import Child, ChildSpec, LineReader, explain_end
-from wavecore.transport.processes.supervisor import SIGNALS, Supervisor
+from wavecore.transport.processes.process import ChildSpec
+from wavecore.transport.processes.rank_process import RankProcess
+from wavecore.transport.processes.supervisor import SIGNALS, Supervisor, signals_to
 from wavecore.transport.waker import Waker
 
 TICK_SECONDS = 0.25
@@ -79,7 +77,7 @@ class Server:
         Raises:
             WavecoreError: engines or API processes did not start, or every engine stays down.
         """
-        with self._signals():
+        with signals_to(self._on_signal):
             try:
                 folder = self._supervisor.start(self._progress) if self._supervisor else Path(self._config.attach)
                 for index, process in enumerate(self._processes):
@@ -119,26 +117,16 @@ class Server:
     def _pass_on(self) -> None:
         while self._told < len(self._received):
             number, first = self._received[self._told], self._told == 0
-            logger.warning("stopping%s: %s", "" if first else " at once", SIGNALS[signal.Signals(number)])
+            logger.warning("stopping%s: %s", "" if first else " at once", SIGNALS[number])
             self._told += 1
             for process in self._processes:
                 process.stop(self._config.shutdown_timeout if first else None)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        def handle(number: int, _frame: FrameType | None) -> None:
-            self._received.append(number)
-            self._waker.wake()
-            if not any(process.is_there for process in self._processes) and self._supervisor is not None:
-                self._supervisor.request_stop()  # engines are still starting
-
-        numbers = [n for n in SIGNALS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, handle) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _on_signal(self, number: int) -> None:
+        self._received.append(number)
+        self._waker.wake()
+        if not any(process.is_there for process in self._processes) and self._supervisor is not None:
+            self._supervisor.request_stop()  # engines are still starting
 
 
 class _ApiProcess:
@@ -153,19 +141,16 @@ class _ApiProcess:
         self._name = f"api server {index}"
         self._selector, self._on_output = selector, on_output
         self._backoff = Backoff()
-        self._child: Child | None = None
-        self._pipes: list[LineReader] = []
-        self._failure: WavecoreError | None = None
+        self._life: RankProcess | None = None
         self._stopping = False
         self._folder = Path()
-        self._sessions: dict[str, list[str]] = {}  # with engines, as it told last
         self._spawn: Callable[[], None] = lambda: None
         self._spawn_at = self._kill_at = math.inf
 
     @property
     def is_there(self) -> bool:
         """Whether it runs, or will again."""
-        return self._child is not None or self._spawn_at < math.inf
+        return self._life is not None or self._spawn_at < math.inf
 
     def spawn(self, config: str, folder: str, listener: socket.socket) -> None:
         """Start a life; the further ones are started alike.
@@ -174,6 +159,7 @@ class _ApiProcess:
             ResourceError: the machine gives no process.
         """
         self._spawn, self._spawn_at = partial(self.spawn, config, folder, listener), math.inf
+        self._folder = Path(folder)
         spec = ChildSpec(
             self._name,
             "wavecore.frontend.serve",
@@ -183,23 +169,25 @@ class _ApiProcess:
             fds=[("listener", listener.fileno())],
         )
         try:
-            child = self._child = Child(spec)
+            self._life = RankProcess(
+                0,
+                spec,
+                selector=self._selector,
+                on_phase=lambda *_: None,
+                on_change=self._on_change,
+                on_output=self._on_output,
+            )
         except OSError as error:
             raise ResourceError(f"{self._name} could not be started: {error}") from error
-        self._spec, self._folder = spec, Path(folder)
-        self._pipes = [LineReader(child.status_fd), LineReader(child.log_fd)]
-        for lines, on_line in zip(self._pipes, (self._on_status, self._on_output), strict=True):
-            self._selector.register(lines.fd, selectors.EVENT_READ, partial(self._read, lines, on_line))
-        self._selector.register(child.pidfd, selectors.EVENT_READ, self._on_end)
 
     def stop(self, drain: float | None) -> None:
         """Have it end after at most `drain` seconds; None kills it. It is not started again."""
         self._stopping, self._spawn_at = True, math.inf
-        if self._child is not None and drain is not None:
-            self._child.signal(signal.SIGTERM)
+        if self._life is not None and drain is not None:
+            self._life.child.signal(signal.SIGTERM)
             self._kill_at = time.monotonic() + drain + GRACE_SECONDS
-        elif self._child is not None:
-            self._child.kill()
+        elif self._life is not None:
+            self._life.kill()
 
     def tick(self) -> None:
         """Raises:
@@ -208,63 +196,45 @@ class _ApiProcess:
         now = time.monotonic()
         if now >= self._spawn_at:
             self._spawn()
-        if now >= self._kill_at and self._child is not None:
-            self._child.kill()
+        if now >= self._kill_at and self._life is not None:
+            self._life.kill()
 
     def destroy(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._child.reap()
-            self._child = None
+        if self._life is not None:
+            self._life.kill()
+            self._life.reap()
+            self._life = None
 
-    def _read(self, lines: LineReader, on_line: Callable[[str], None]) -> None:
-        if lines.ended or self._child is None:
-            return
-        for text in lines.read():
-            on_line(text)
-        if lines.ended:
-            self._selector.unregister(lines.fd)
+    def _on_change(self, life: RankProcess) -> None:
+        """It serves, says why it fails, or has ended.
 
-    def _on_status(self, line: str) -> None:
-        said = json.loads(line)
-        if "ready" in said:
-            self.was_ready, self._sessions = True, said["ready"]
-        elif "failed" in said:
-            self._failure = from_code(said["failed"]["code"], said["failed"]["message"])
-
-    def _on_end(self) -> None:
-        """Raises:
-        WavecoreError: its first start failed, or too many in a row.
+        Raises:
+            WavecoreError: its first start failed.
         """
-        child = self._child
-        if child is None:
+        self.was_ready |= life.endpoints is not None
+        if life.cause is None:
             return
-        for lines, on_line in zip(self._pipes, (self._on_status, self._on_output), strict=True):
-            self._read(lines, on_line)
-            if not lines.ended:
-                self._selector.unregister(lines.fd)
-        self._selector.unregister(child.pidfd)
-        child.kill()
-        code = child.reap()
-        self._child = None
+        self._life = None
         if self._stopping:
             return
-        why = explain_end(self._spec, child.pid, code, self._pipes[1].tail, child.oom_kills)
         delay = self._backoff.ended(time.monotonic(), self.was_ready) if self.was_ready else None
         if delay is None:
-            raise self._failure or StartError(why)
+            raise life.cause.as_error()
+        why = life.cause.message
         logger.warning("%s; it is started again in %g s, and requests that it had are lost", why, delay)
         self._spawn_at = time.monotonic() + delay
         try:
-            self._say_bye()
+            self._say_bye(life.resolved)
         except WavecoreError as error:  # the engines miss it by themselves, some seconds later
             logger.warning("%s: its requests were not ended at once: %s", self._name, error)
 
-    def _say_bye(self) -> None:
-        """Have engines end what the dead process left there."""
+    def _say_bye(self, sessions: Mapping[str, Any]) -> None:
+        """Have engines end what the dead process left there.
+
+        Args:
+            sessions: with engines, as it told last.
+        """
         for engine in deployment.read(self._folder).engines:
-            if session := self._sessions.pop(str(engine.index), None):
+            if session := sessions.get(str(engine.index)):
                 client_id, epoch = map(bytes.fromhex, session)
-                keys = self._folder / "keys" / "client.key"
-                curve = CurveClient.load(keys, engine.server_key) if engine.server_key else None
-                say_bye(engine.output, client_id, epoch, curve)
+                say_bye(engine.output, client_id, epoch, deployment.curve_of(self._folder, engine))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Self
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
 
+import msgspec
+
+from wavecore.engine_core.api.config import ABOVE_ZERO, FROM_ZERO, OF_SETTING
+from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
 from wavecore.transport.errors import ConfigError
 
 
@@ -28,28 +31,26 @@ class ServerConfig:
     attach: str
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
-    max_body_bytes: int = 32 << 20
-    write_timeout: float = 60.0
-    shutdown_timeout: float = 30.0
+    max_body_bytes: Annotated[int, Bounds(1, 1 << 40)] = 32 << 20
+    write_timeout: Annotated[float, ABOVE_ZERO] = 60.0
+    shutdown_timeout: Annotated[float, FROM_ZERO] = 30.0
     index: int = 0
-    metrics_compat: str = "vllm"
+    metrics_compat: Literal["vllm", "none"] = "vllm"
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "api_keys", tuple(self.api_keys))
+        make_plain(self, _CHECKS)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile go together: give both or none")
-        if self.metrics_compat not in ("vllm", "none"):
-            raise ConfigError(f"metrics_compat must be vllm or none, not {self.metrics_compat!r:.80}")
-        for name in ("max_body_bytes", "write_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Rebuild from `to_json`."""
-        return cls(**json.loads(text))
+        return msgspec.json.decode(text, type=cls)
+
+
+_CHECKS = field_checks(ServerConfig, OF_SETTING)

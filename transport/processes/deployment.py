@@ -8,27 +8,37 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
+import msgspec
 import psutil
 
 from wavecore.transport.addresses import engine_ports
-from wavecore.transport.curve import KeyPair
-from wavecore.transport.errors import ConfigError, ProtocolError, ResourceError, StartError
+from wavecore.transport.curve import CurveClient, KeyPair
+from wavecore.transport.errors import (
+    ConfigError,
+    ProtocolError,
+    RequestError,
+    ResourceError,
+    StartError,
+    WavecoreError,
+    from_code,
+)
 from wavecore.transport.processes.runtime_dir import LOCK, is_held
 from wavecore.transport.small_files import read_small
-from wavecore.transport.wire.checks import MAX_TEXT, Checker, shown, table
+from wavecore.transport.wire.checks import MAX_TEXT, table
 
 FILE = "deployment.json"
 SCRATCH = f".{FILE}"
 MAX_BYTES = 1 << 24
 MAX_ENTRIES = 1024  # of engines, of an engine's ranks, and of lines in a log's tail
-_CHECKS = Checker(lambda name, reason: ProtocolError(f"{name} {reason}"), any_text=True)
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Whole = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+Few = msgspec.Meta(max_length=MAX_ENTRIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +54,28 @@ class Cause:
         log_tail: its last lines of output.
     """
 
-    code: str
-    message: str
-    phase: str = ""
-    rank: int = 0
-    signal: int = 0
-    status: int = -1
-    traceback: str = ""
-    log_tail: tuple[str, ...] = ()
+    code: Text
+    message: Text
+    phase: Text = ""
+    rank: Whole = 0
+    signal: Whole = 0
+    status: Whole = -1
+    traceback: Text = ""
+    log_tail: Annotated[tuple[Text, ...], Few] = ()
 
     def located(self, who: str = "") -> Cause:
         """With who it was and in which phase in its message, of which alone clients learn."""
         where = f" (while: {self.phase})" if self.phase else ""
         return replace(self, message=f"{who}{self.message}{where}")
+
+    def as_error(self) -> WavecoreError:
+        """What a start raises: the child's own error where it is one of the tree, else a StartError with all that is
+        known."""
+        error = from_code(self.code, self.message)
+        if type(error) in (RequestError, WavecoreError):  # "signal", "exit", "internal", ...
+            error = StartError(self.message)
+            error.add_note(self.traceback or "\n".join(("Its last output:", *self.log_tail[-20:])))
+        return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +87,10 @@ class RankEntry:
         state: starting, ready, or ended.
     """
 
-    rank: int
-    pid: int = 0
-    device: str = ""
-    state: str = "starting"
+    rank: Whole
+    pid: Whole = 0
+    device: Text = ""
+    state: Text = "starting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +110,16 @@ class EngineEntry:
         last_cause: of its last death, also when it is ready again.
     """
 
-    index: int
-    state: str = "starting"
-    pid: int = 0
-    epoch: str = ""
-    input: str = ""
-    output: str = ""
-    server_key: str = ""
+    index: Whole
+    state: Text = "starting"
+    pid: Whole = 0
+    epoch: Text = ""
+    input: Text = ""
+    output: Text = ""
+    server_key: Text = ""
     cause: Cause | None = None
-    restarts: int = 0
-    ranks: tuple[RankEntry, ...] = ()
+    restarts: Whole = 0
+    ranks: Annotated[tuple[RankEntry, ...], Few] = ()
     last_cause: Cause | None = None
 
 
@@ -115,11 +134,14 @@ class Deployment:
         started: unix seconds.
     """
 
-    state: str
-    supervisor_pid: int
-    engines: tuple[EngineEntry, ...]
+    state: Text
+    supervisor_pid: Whole
+    engines: Annotated[tuple[EngineEntry, ...], Few]
     resolved: Mapping[str, Any] = field(default_factory=dict)
-    started: float = 0.0
+    started: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
+
+    def __post_init__(self) -> None:
+        table(self.resolved)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -146,28 +168,10 @@ def from_plain(cls: type[T], value: Any) -> T:
     Raises:
         ProtocolError: a value is missing or of another kind.
     """
-    if not isinstance(value, dict):
-        raise ProtocolError(f"{shown(value)} is no object")
     try:
-        return cls(**{f.name: _READ[f.type](f.name, value[f.name]) for f in fields(cls) if f.name in value})
-    except TypeError as error:
+        return msgspec.convert(value, cls)
+    except msgspec.ValidationError as error:
         raise ProtocolError(str(error)) from None
-
-
-def _each(cls: type[T]) -> Callable[[str, Any], tuple[T, ...]]:
-    return lambda name, value: tuple(from_plain(cls, entry) for entry in _CHECKS.entries(name, value, MAX_ENTRIES))
-
-
-_READ: Mapping[Any, Callable[[str, Any], Any]] = {  # by the annotation of a field
-    "str": lambda name, value: _CHECKS.text(name, value, 0, MAX_TEXT),
-    "int": lambda name, value: _CHECKS.whole(name, value, -1, (1 << 31) - 1),
-    "float": lambda name, value: _CHECKS.real(name, value, 0.0, math.inf),
-    "tuple[str, ...]": lambda name, value: _CHECKS.texts(name, value, MAX_ENTRIES, MAX_TEXT),
-    "Mapping[str, Any]": lambda _, value: table(value),
-    "Cause | None": lambda _, value: None if value is None else from_plain(Cause, value),
-    "tuple[EngineEntry, ...]": _each(EngineEntry),
-    "tuple[RankEntry, ...]": _each(RankEntry),
-}
 
 
 def overall(engines: tuple[EngineEntry, ...]) -> str:
@@ -246,6 +250,16 @@ def running() -> list[Path]:
     found = {Path(file).parent for file in files if file.endswith(f"/{LOCK}")}
     ours = (path for path in found if (path / FILE).exists() and path.stat().st_uid == os.geteuid())
     return sorted(path for path in ours if is_held(path))
+
+
+def curve_of(where: Path | Address, engine: EngineEntry) -> CurveClient | None:
+    """The keys to talk to an engine; None on ipc.
+
+    Raises:
+        WavecoreError: there is no key file of ours.
+    """
+    keys = where.key_file if isinstance(where, Address) else where / "keys" / "client.key"
+    return CurveClient.load(keys, engine.server_key) if engine.server_key else None
 
 
 def why_dead(runtime_dir: str | Path | Address, index: int, epoch: bytes) -> Cause | None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from wavecore.transport.addresses import engine_ports
-from wavecore.transport.errors import RequestError, StartError, WavecoreError, from_code
+from wavecore.transport.errors import WavecoreError
 from wavecore.transport.processes import group_memory
 from wavecore.transport.processes.deployment import Cause, EngineEntry
 from wavecore.transport.processes.process import ChildSpec
@@ -305,7 +305,7 @@ class Group:
             return
         if not self._was_ready:  # `start` raises it
             self._change(state="failed", cause=cause)
-            self.failure = self._as_error(cause)
+            self.failure = (cause.located() if self._is_alone else cause).as_error()
             return
         delay = self._backoff.ended(time.monotonic(), was_ready)
         down = f"stays down after {MAX_FAILED_STARTS} failed starts in a row"
@@ -331,16 +331,6 @@ class Group:
     def _name(self, rank: int) -> str:
         name = self._specs[rank].name
         return name if self._is_alone else f"{name} rank {rank}"
-
-    def _as_error(self, cause: Cause) -> WavecoreError:
-        """What `start` raises: the child's own error where it is one of the tree, else a StartError with all that is
-        known."""
-        text = (cause.located() if self._is_alone else cause).message
-        error = from_code(cause.code, text)
-        if type(error) in (RequestError, WavecoreError):  # "signal", "exit", "internal", ...
-            error = StartError(text)
-            error.add_note(cause.traceback or "\n".join(("Its last output:", *cause.log_tail[-20:])))
-        return error
 
     def _bind(self, index: int, which: str) -> str:
         if self._address:

@@ -1,5 +1,5 @@
 """One rank of a group in one life: its process, what it says and prints, and why it ended. When it should end is the
-group's business."""
+group's business. An API process is watched alike, as the only rank of a group that `serve/server.py` keeps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RankProcess:
         entry: its line of the deployment; replaced, never changed.
         phase: what it is doing.
         endpoints: where it listens, and its epoch, as it said when it was ready; None until then.
-        resolved: what it resolved at start.
+        resolved: what it resolved at start; of an API process its sessions with engines, which it tells again.
         failed_at: when it said why it fails, in seconds of the monotonic clock; infinity until then.
         reason: why it ends: what it said itself, or why its group ends it; None if it says nothing.
         cause: why it ended; None while it lives.

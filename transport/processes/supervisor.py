@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Self
 
 from wavecore.transport import curve, forks
@@ -42,7 +41,7 @@ from wavecore.transport.waker import Waker
 
 __all__ = ["ChildSpec", "Limits", "Supervisor"]
 
-SIGNALS = {
+SIGNALS: dict[int, str] = {
     signal.SIGTERM: "SIGTERM",
     signal.SIGINT: "SIGINT (Ctrl-C)",
     signal.SIGHUP: "SIGHUP (the terminal was closed)",
@@ -51,6 +50,21 @@ Progress = Callable[[int, str, float], None]
 END_SECONDS = 60.0  # `stop` waits no longer, in all, than its children may take and this
 
 logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def signals_to(handle: Callable[[int], None]) -> Iterator[None]:
+    """Within it those of SIGNALS are handed over, in the main thread.
+
+    SIGINT and SIGHUP stay ignored where they were: that is how `nohup` and a shell's `&` ask to be left running.
+    """
+    numbers = [n for n in SIGNALS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda got, _frame: handle(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Supervisor:
@@ -177,8 +191,7 @@ class Supervisor:
     def serve(self, progress: Progress | None = None, on_ready: Callable[[Path], None] | None = None) -> int:
         """Start, then run in the foreground of a program until a signal ends it. Main thread only.
 
-        The first SIGTERM, SIGINT or SIGHUP drains for `limits.drain` seconds, the second ends at once. SIGINT and
-        SIGHUP stay ignored where they were: that is how `nohup` and a shell's `&` ask to be left running.
+        The first of SIGNALS drains for `limits.drain` seconds, the second ends at once.
 
         Returns:
             The program's exit code: 0 after SIGTERM or SIGHUP, 130 after SIGINT.
@@ -186,7 +199,13 @@ class Supervisor:
         Raises:
             WavecoreError: as `start` and `wait`; its `exit_code` is the program's.
         """
-        with self._signals() as received:
+        received: list[int] = []
+
+        def on_signal(number: int) -> None:
+            received.append(number)
+            self.request_stop(self._limits.drain if len(received) == 1 else 0.0, SIGNALS[number])
+
+        with signals_to(on_signal):
             try:
                 path = self.start(progress)
                 if on_ready is not None:
@@ -204,22 +223,6 @@ class Supervisor:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[list[int]]:
-        received: list[int] = []
-
-        def handle(number: int, _frame: FrameType | None) -> None:
-            received.append(number)
-            self.request_stop(self._limits.drain if len(received) == 1 else 0.0, SIGNALS[signal.Signals(number)])
-
-        numbers = [n for n in SIGNALS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, handle) for number in numbers}
-        try:
-            yield received
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     # --- the supervisor's thread ------------------------------------------------------------------------------------
 

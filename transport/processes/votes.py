@@ -75,9 +75,6 @@ class VoteBoard:
         return [self._wait(rank, agreement) for rank in range(self._group.ranks)]
 
     def _wait(self, rank: int, agreement: int) -> tuple[int, ...]:
-        vote = self.read(rank, agreement)
-        if vote is not None:
-            return vote
         started = time.monotonic()
         while (vote := self.read(rank, agreement)) is None:
             waited = time.monotonic() - started

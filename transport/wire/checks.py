@@ -39,13 +39,12 @@ class Checker:
 
     Args:
         error: makes the exception to raise of the value's name and "must be ..., not ...".
-        any_text: texts may hold lone surrogates, as names of files do that are no UTF-8; these cannot travel.
     """
 
-    __slots__ = ("any_text", "error")
+    __slots__ = ("error",)
 
-    def __init__(self, error: Callable[[str, str], Exception], any_text: bool = False) -> None:
-        self.error, self.any_text = error, any_text
+    def __init__(self, error: Callable[[str, str], Exception]) -> None:
+        self.error = error
 
     def whole(self, name: str, value: Any, low: int, high: int) -> int:
         if type(value) is int and low <= value <= high:
@@ -76,7 +75,7 @@ class Checker:
         if not isinstance(value, str) or not low <= len(value) <= high:
             span = f"{low} to {high}" if low else f"at most {high}"
             raise self.error(name, f"{what}must be text of {span} characters, not {shown(value)}")
-        if not (self.any_text or _travels(value)):
+        if not _travels(value):
             raise self.error(name, f"{what}must be text without lone surrogates, not {shown(value)}")
         return value if type(value) is str else str.__str__(value)
 

@@ -39,11 +39,11 @@ def _token(_id: int, text: str, logprob: float) -> dict[str, Any]:
 SHAPE = Shape(
     whole="chat.completion",
     chunk="chat.completion.chunk",
+    choice=_choice,
+    logprobs=token_logprobs,
     first=b'"delta":{"role":"assistant","content":""}',
     text=(b'"delta":{"content":', b"}"),
     empty=b'"delta":{}',
-    choice=_choice,
-    logprobs=token_logprobs,
 )
 
 
@@ -51,15 +51,7 @@ async def chat_completions(context: ApiContext, call: HttpCall) -> None:
     body = await context.read(call, ChatRequest)
     params, options = _settings(context, call, body)
     prompt = await context.render(_messages(body.messages), chat_options(body), options)
-    form = Events(
-        SHAPE,
-        f"chatcmpl-{call.id}",
-        context.model,
-        params.n,
-        params.logprobs,
-        body.stream_options,
-        bool(body.return_token_ids),
-    )
+    form = Events(SHAPE, f"chatcmpl-{call.id}", context.model, params, body.stream_options, body.return_token_ids)
     await context.generate(call, [prompt], params, options, form.whole, form if body.stream else None)
 
 
@@ -73,7 +65,7 @@ async def render(context: ApiContext, call: HttpCall) -> Answer:
     wire = context.service.prepare(prompt, params, options).wire
     ids = [] if prompt.ids is None else prompt.ids.tolist()
     given = {"priority": options.priority, "timeout": options.timeout, "stream": bool(body.stream)}
-    return Answer.of({"model": context.model, "token_ids": ids, "sampling_params": wire, **given})
+    return Answer({"model": context.model, "token_ids": ids, "sampling_params": wire, **given})
 
 
 async def conversation(context: ApiContext, body: TokenizeRequest) -> Prompt:

@@ -39,15 +39,7 @@ def _logprobs(rows: Sequence[PositionLogprobs | str], count: int) -> dict[str, A
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": best, "text_offset": offsets}
 
 
-SHAPE = Shape(
-    whole="text_completion",
-    chunk="text_completion",
-    first=b"",
-    text=(b'"text":', b""),
-    empty=b'"text":""',
-    choice=_choice,
-    logprobs=_logprobs,
-)
+SHAPE = Shape("text_completion", "text_completion", _choice, _logprobs)
 
 
 async def completions(context: ApiContext, call: HttpCall) -> None:
@@ -63,16 +55,9 @@ async def completions(context: ApiContext, call: HttpCall) -> None:
     given = prompts_of("prompt", body.prompt, params.n, most)
     parse = body.parse_special is not False
     prompts = await context.encode([replace(prompt, parse_special=parse) for prompt in given], options)
-    form = Events(
-        SHAPE,
-        f"cmpl-{call.id}",
-        context.model,
-        params.n,
-        params.logprobs,
-        body.stream_options,
-        bool(body.return_token_ids),
-        [_echo(context, prompt) for prompt in prompts] if body.echo else (),
-    )
+    echoes = [_echo(context, prompt) for prompt in prompts] if body.echo else ()
+    name, options_of_stream = f"cmpl-{call.id}", body.stream_options
+    form = Events(SHAPE, name, context.model, params, options_of_stream, body.return_token_ids, echoes)
     await context.generate(call, prompts, params, options, form.whole, form if body.stream else None)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from wavecore.frontend.serve.api.schema import StreamOptions
 from wavecore.frontend.serve.http.stream import escaped
@@ -36,11 +37,11 @@ class Shape:
 
     whole: str
     chunk: str
-    first: bytes
-    text: tuple[bytes, bytes]
-    empty: bytes
     choice: Callable[[CompletionOutput, str], dict[str, Any]]
     logprobs: Callable[[Sequence[PositionLogprobs | str], int], Any]
+    first: bytes = b""
+    text: tuple[bytes, bytes] = (b'"text":', b"")
+    empty: bytes = b'"text":""'
 
 
 @dataclass(slots=True)
@@ -48,8 +49,7 @@ class Events:
     """The form of one request's answer, whole or as a `StreamForm`.
 
     Args:
-        n: choices of each prompt.
-        num_top_logprobs: alternatives a position; None shows no log-probabilities.
+        params: of each prompt.
         token_ids: show them, too.
         echoes: of each prompt its text, to go ahead of its choices, and that of its first token; empty for none.
     """
@@ -57,10 +57,9 @@ class Events:
     shape: Shape
     id: str
     model: str
-    n: int
-    num_top_logprobs: int | None
+    params: SamplingParams
     stream_options: StreamOptions | None
-    token_ids: bool
+    token_ids: bool | None
     echoes: Sequence[tuple[str, str]] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
@@ -74,14 +73,14 @@ class Events:
     # --- streams -----------------------------------------------------------------------------------------------------
 
     def around(self, place: int) -> tuple[bytes, bytes] | None:
-        found = self._around.get(place) if self.n == 1 else None
+        found = self._around.get(place) if self.params.n == 1 else None
         return found if found and found[0] else None
 
     def chunks(self, place: int, output: RequestOutput) -> bytes:
         parts: list[bytes] = []
         for choice in output.outputs:
             self.num_tokens += len(choice.token_ids)
-            index = place * self.n + choice.index
+            index = place * self.params.n + choice.index
             around, echo = self._around.get(index), None
             if around is None:
                 echo = self.echoes[place] if self.echoes else None
@@ -103,7 +102,7 @@ class Events:
         self._prompts.setdefault(place, output)
         if self.shape.first:
             parts.append(self._chunk(index, self.shape.first))
-        if self.num_top_logprobs is not None or self.token_ids or self._usage_options.continuous_usage_stats:
+        if self.params.logprobs is not None or self.token_ids or self._usage_options.continuous_usage_stats:
             around = b"", b""
         else:
             before, after = self.shape.text
@@ -123,9 +122,7 @@ class Events:
     ) -> None:
         """A choice's last chunks, or one with more than text."""
         text = choice.text if echo is None else echo[0] + choice.text
-        more: dict[str, Any] = {}
-        if self.token_ids:
-            more["token_ids"] = choice.token_ids
+        more = {"token_ids": choice.token_ids} if self.token_ids else {}
         logprobs = self._logprobs(output, choice, echo)
         if text or (choice.token_ids and (self.token_ids or logprobs)):
             before, after = self.shape.text
@@ -157,7 +154,8 @@ class Events:
             for choice in output.outputs:
                 echo = self.echoes[place] if self.echoes else None
                 found = self.shape.choice(choice, echo[0] if echo else "")
-                found |= {"index": place * self.n + choice.index, "logprobs": self._logprobs(output, choice, echo)}
+                index = place * self.params.n + choice.index
+                found |= {"index": index, "logprobs": self._logprobs(output, choice, echo)}
                 found |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
                 if self.token_ids:
                     found |= {"token_ids": choice.token_ids, "prompt_token_ids": output.prompt_token_ids}
@@ -169,12 +167,12 @@ class Events:
         return escaped(answer | {"choices": choices, "usage": self._usage(outputs, count)})
 
     def _logprobs(self, output: RequestOutput, choice: CompletionOutput, echo: tuple[str, str] | None) -> Any:
-        if self.num_top_logprobs is None:
+        if self.params.logprobs is None:
             return None
         rows: list[PositionLogprobs | str] = list(choice.logprobs or ())
         if echo is not None:
             rows = [row or echo[1] for row in output.prompt_logprobs or ()] + rows
-        return self.shape.logprobs(rows, self.num_top_logprobs)
+        return self.shape.logprobs(rows, self.params.logprobs)
 
     def _usage(self, prompts: Any, completion_tokens: int) -> dict[str, Any]:
         listed = list(prompts)

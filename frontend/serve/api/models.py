@@ -12,21 +12,21 @@ STARTED = int(time.time())
 
 
 async def models(context: ApiContext, _call: HttpCall) -> Answer:
-    return Answer.of({"object": "list", "data": [_card(context)]})
+    return Answer({"object": "list", "data": [_card(context)]})
 
 
 async def model(context: ApiContext, call: HttpCall) -> Answer:
     context.check_model(call.scope["path_params"]["model"])
-    return Answer.of(_card(context))
+    return Answer(_card(context))
 
 
 async def version(_context: ApiContext, _call: HttpCall) -> Answer:
-    return Answer.of({"version": VERSION})
+    return Answer({"version": VERSION})
 
 
 async def load(context: ApiContext, _call: HttpCall) -> Answer:
     """`server_load`: requests of this process that have not ended, as vLLM calls it."""
-    return Answer.of({"server_load": context.service.client.num_live})
+    return Answer({"server_load": context.service.client.num_live})
 
 
 def _card(context: ApiContext) -> dict[str, object]:

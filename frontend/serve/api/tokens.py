@@ -13,15 +13,10 @@ from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS
 from wavecore.frontend.outputs import CompletionOutput, RequestOutput
 from wavecore.frontend.prompts import Prompt, token_ids
 from wavecore.frontend.serve.admission import options_of
+from wavecore.frontend.serve.api import schema
 from wavecore.frontend.serve.api.chat import conversation, token_logprobs
 from wavecore.frontend.serve.api.events import Events, Shape
 from wavecore.frontend.serve.api.fields_to_params import prompts_of
-from wavecore.frontend.serve.api.schema import (
-    DetokenizeRequest,
-    EmbeddingRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
 from wavecore.frontend.serve.context import ApiContext
 from wavecore.frontend.serve.http.http_call import Answer, HttpCall
 from wavecore.frontend.serve.http.stream import escaped
@@ -30,7 +25,7 @@ from wavecore.transport.wire.checks import OF_REQUEST
 
 
 async def tokenize(context: ApiContext, call: HttpCall) -> Answer:
-    body = await context.read(call, TokenizeRequest, generates=False)
+    body = await context.read(call, schema.TokenizeRequest, generates=False)
     tokenizer = context.service.need_tokenizer("tokenize")
     if (body.prompt is None) == (body.messages is None):
         raise ValidationError("prompt", "or messages: give one of them")
@@ -42,47 +37,39 @@ async def tokenize(context: ApiContext, call: HttpCall) -> Answer:
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
     texts = [tokenizer.decode_token(token) for token in ids] if body.return_token_strs else None
     answer = {"count": len(ids), "max_model_len": context.service.max_model_len, "tokens": ids}
-    return Answer.of({**answer, "token_strs": texts})
+    return Answer({**answer, "token_strs": texts})
 
 
 async def detokenize(context: ApiContext, call: HttpCall) -> Answer:
-    body = await context.read(call, DetokenizeRequest, generates=False)
+    body = await context.read(call, schema.DetokenizeRequest, generates=False)
     OF_REQUEST.entries("tokens", body.tokens, context.service.max_model_len)
     text = context.service.need_tokenizer("detokenize").decode(body.tokens, skip_special_tokens=False)
-    return Answer.of({"prompt": text})
+    return Answer({"prompt": text})
 
 
 def _no_text(_choice: CompletionOutput, _echo: str) -> dict[str, object]:
     return {}
 
 
-GENERATED = Shape(
-    whole="generate",
-    chunk="generate.chunk",
-    first=b"",
-    text=(b'"text":', b""),
-    empty=b'"text":""',
-    choice=_no_text,
-    logprobs=token_logprobs,
-)
+GENERATED = Shape("generate", "generate.chunk", _no_text, token_logprobs)
 
 
 async def generate(context: ApiContext, call: HttpCall) -> None:
     """/inference/v1/generate: what /v1/chat/completions/render gives, to token ids."""
-    body = await context.read(call, GenerateRequest)
+    body = await context.read(call, schema.GenerateRequest)
     try:
         params = SamplingParams(**{**body.sampling_params, "detokenize": False})
     except TypeError:
         unknown = body.sampling_params.keys() - set(SamplingParams.__dataclass_fields__)
         raise ValidationError("sampling_params", f"{', '.join(sorted(unknown)):.200} is none of them") from None
     options = options_of(call, body)
-    form = Events(GENERATED, call.id, context.model, params.n, params.logprobs, body.stream_options, token_ids=True)
+    form = Events(GENERATED, call.id, context.model, params, body.stream_options, token_ids=True)
     prompt = Prompt(ids=token_ids(body.token_ids))
     await context.generate(call, [prompt], params, options, form.whole, form if body.stream else None)
 
 
 async def embeddings(context: ApiContext, call: HttpCall) -> None:
-    body = await context.read(call, EmbeddingRequest)
+    body = await context.read(call, schema.EmbeddingRequest)
     options = options_of(call, body)
     prompts = prompts_of("input", body.input, 1, int(context.service.resolved["max_num_queued_reqs"]))
     encoded = await context.encode(prompts, options)

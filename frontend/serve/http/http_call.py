@@ -6,12 +6,13 @@ import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from wavecore.transport.errors import ValidationError
 
@@ -19,9 +20,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
-JSON = b"application/json"
 MAX_DEPTH = 64  # of JSON
 BODY_SECONDS = 60.0  # for a body to arrive
 MAX_NAMED = 20  # unknown fields named in an answer's header
@@ -29,19 +29,14 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-@dataclass(slots=True)
-class Answer:
-    """A whole response."""
+class Answer(Response):
+    """A whole response: bytes, or what becomes JSON."""
 
+    media_type = "application/json"
     body: bytes
-    status: int = HTTPStatus.OK
-    content_type: bytes = JSON
-    headers: Headers = field(default_factory=list)
 
-    @classmethod
-    def of(cls, value: Any, status: int = HTTPStatus.OK) -> Answer:
-        """A value as JSON."""
-        return cls(msgspec.json.encode(value), status)
+    def render(self, content: Any) -> bytes:
+        return content if isinstance(content, bytes) else msgspec.json.encode(content)
 
 
 class HttpCall:
@@ -52,6 +47,7 @@ class HttpCall:
         owner: whose key it came with; empty where keys are not asked for.
         notes: further headers of the answer.
         status: of the answer that has begun; 0 for none.
+        refusal: gives the answer that an error becomes.
     """
 
     def __init__(
@@ -63,7 +59,7 @@ class HttpCall:
         refuse: Callable[[HttpCall, Exception], Answer],
     ) -> None:
         self.scope, self.receive, self.send = scope, receive, send
-        self._refuse = refuse
+        self.refusal = partial(refuse, self)
         self._max_body = max_body
         given = self.header(b"x-request-id")
         self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
@@ -92,19 +88,17 @@ class HttpCall:
         body = await self._body()
         _check_depth(body)
         value: T = _decode(body, kind)
-        fields = {name: raw for name, raw in _decode(body, dict[str, msgspec.Raw]).items() if name not in _names(kind)}
-        ignored = [name for name, raw in fields.items() if not known(name, msgspec.json.decode(raw))]
+        own, given = kind.__struct_fields__, _decode(body, dict[str, msgspec.Raw])
+        ignored = [n for n, raw in given.items() if n not in own and not known(n, msgspec.json.decode(raw))]
         if ignored:
             named = ", ".join([re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in ignored[:MAX_NAMED]])
             self.notes.append((b"x-wavecore-ignored", named.encode()))
         return value
 
     async def answer(self, answer: Answer) -> None:
-        headers = [(b"content-type", answer.content_type), (b"content-length", b"%d" % len(answer.body))]
-        headers += [*self.notes, *answer.headers]
-        self.status = int(answer.status)
-        await self.send({"type": "http.response.start", "status": int(answer.status), "headers": headers})
-        await self.send({"type": "http.response.body", "body": answer.body})
+        answer.raw_headers += self.notes
+        self.status = answer.status_code
+        await answer(self.scope, self.receive, self.send)
 
     def take_id(self, given: str | None) -> None:
         """Be called as the body says.
@@ -116,10 +110,6 @@ class HttpCall:
             raise ValidationError("request_id", "must be 1 to 128 letters, digits, or any of ._:-")
         if given is not None:
             self.id, self.notes[0] = given, (b"x-request-id", given.encode())
-
-    def refusal(self, error: Exception) -> Answer:
-        """The answer that an error becomes."""
-        return self._refuse(self, error)
 
     def cut(self) -> None:
         """End the connection at once, whatever waits to be read."""
@@ -150,10 +140,6 @@ class HttpCall:
             large = f"the body is larger than {self._max_body} bytes"
             raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, large, {"connection": "close"})
         return b"".join(parts)
-
-
-def _names(kind: Any) -> frozenset[str]:
-    return frozenset(kind.__struct_fields__)
 
 
 def _decode(body: bytes, kind: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from wavecore.frontend.serve.http.refusals import error_body
+from wavecore.frontend.serve.http.refusals import error_answer
 
 MAX_HEAD = 16 << 10  # bytes of URL and headers
 HEAD_SECONDS = 30.0  # from a connection's opening, or a further request's first byte, to the end of the head
@@ -80,7 +80,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise ValueError  # ends the parsing: `send_400_response`
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
-        body = error_body(status, reason, None, "invalid_request").body
+        body = error_answer(status, reason, None, "invalid_request").body
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head.encode(), len(body), body))
         self.transport.close()

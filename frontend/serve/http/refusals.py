@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -56,10 +57,12 @@ class ModelNotFound(HTTPException):
     code = "model_not_found"
 
 
-def error_body(status: int, message: str, param: str | None, code: str) -> Answer:
+def error_answer(
+    status: int, message: str, param: str | None, code: str, headers: Mapping[str, str] | None = None
+) -> Answer:
     """OpenAI's form of an error."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return Answer.of({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+    return Answer({"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers)
 
 
 def refusal(call: HttpCall, error: Exception, retry_after: int) -> Answer:
@@ -70,19 +73,18 @@ def refusal(call: HttpCall, error: Exception, retry_after: int) -> Answer:
     """
     if isinstance(error, HTTPException):
         code = getattr(error, "code", "") or _CODES.get(error.status_code, "invalid_request")
-        answer = error_body(error.status_code, error.detail, None, code)
-        answer.headers += [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
+        answer = error_answer(error.status_code, error.detail, None, code, error.headers)
     elif isinstance(error, ValidationError | NotSupportedError | MessageTooLarge):
         found = _FIELD.match(str(error))
         param = error.field if isinstance(error, ValidationError) else found and found[1]
-        answer = error_body(STATUS[error.code], _PRIVATE.sub("[...]", str(error)), param, error.code)
+        answer = error_answer(STATUS[error.code], _PRIVATE.sub("[...]", str(error)), param, error.code)
     else:
         code = error.code if isinstance(error, WavecoreError) else WavecoreError.code
         status = STATUS.get(code, HTTPStatus.INTERNAL_SERVER_ERROR)
         level = logging.WARNING if status == HTTPStatus.INTERNAL_SERVER_ERROR else logging.DEBUG
         logger.log(level, "request %s: %d: %s", call.id, status, error, exc_info=code == WavecoreError.code and error)
         message = _MESSAGES.get(code, "a fault of the server; its log has more under the request's id")
-        answer = error_body(status, f"{message} (request {call.id})", None, code)
-    if answer.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-        answer.headers.append((b"retry-after", b"%d" % retry_after))
+        answer = error_answer(status, f"{message} (request {call.id})", None, code)
+    if answer.status_code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        answer.headers["retry-after"] = str(retry_after)
     return answer

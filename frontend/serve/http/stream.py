@@ -1,7 +1,7 @@
 """The hot path: a step's mailboxes to the bytes of their streams, in one call of the event loop.
 
 A generator, a task or a future a delta would cost more than all else. So nothing waits for a mailbox: the client's IO
-thread tells a whole step at once (`StepNotifier`), and the loop calls `Reply.on_news` for each of its mailboxes, which
+thread tells a whole step at once (`LoopNotifier`), and the loop calls `Reply.on_news` for each of its mailboxes, which
 writes. The request's own task sleeps meanwhile until its client has left or has everything.
 
 ASGI's `send` is a coroutine that seldom waits, only behind a reader that is slow. `_Sender` therefore runs it like a
@@ -11,7 +11,6 @@ function, and keeps it where it does wait; what arrives until the reader is back
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -22,14 +21,15 @@ import msgspec
 
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.mailbox import Mailbox
+from wavecore.frontend.client.notifiers import LoopNotifier
 from wavecore.frontend.outputs import RequestOutput
-from wavecore.frontend.serve.http.http_call import JSON, Headers, HttpCall, Message
+from wavecore.frontend.serve.http.http_call import Answer, Headers, HttpCall, Message
 from wavecore.transport.errors import RequestError, RequestTimeout, WavecoreError
 
 KEEP_ALIVE_SECONDS = 15.0  # of silence on a stream, after which a comment shows that the server is there
 SWEEP_SECONDS = 1.0
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 escaped = msgspec.json.Encoder().encode
-STREAMS_A_TURN = 64  # written in one turn of the loop: a thousand streams must not hold up whatever else runs in it
 
 logger = logging.getLogger(__name__)
 
@@ -55,36 +55,6 @@ class StreamForm(Protocol):
 
     def last(self) -> bytes:
         """The events that end the stream."""
-
-
-class StepNotifier:
-    """Tells the replies of one event loop that their mailboxes hold something, a whole step in one call."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._replies: dict[Mailbox, Reply] = {}
-
-    def watch(self, mailbox: Mailbox, reply: Reply) -> None:
-        self._replies[mailbox] = reply
-
-    def forget(self, mailbox: Mailbox) -> None:
-        self._replies.pop(mailbox, None)
-
-    def notify(self, mailboxes: Sequence[Mailbox]) -> bool:
-        if self._loop.is_closed():
-            return False
-        if mailboxes:
-            with contextlib.suppress(RuntimeError):  # closed this moment: seen the next time
-                self._loop.call_soon_threadsafe(self._tell, mailboxes)
-        return True
-
-    def _tell(self, mailboxes: Sequence[Mailbox]) -> None:
-        if len(mailboxes) > STREAMS_A_TURN:
-            self._loop.call_soon(self._tell, mailboxes[STREAMS_A_TURN:])
-        replies = self._replies
-        for mailbox in mailboxes[:STREAMS_A_TURN]:
-            if (reply := replies.get(mailbox)) is not None:
-                reply.on_news(mailbox)
 
 
 class _Sender:
@@ -211,25 +181,19 @@ class Reply:
         if self._started:
             self._write(b"data: " + answer.body + b"\n\n")
         else:
-            self._begin(answer.status, answer.body, answer.headers)
+            self._begin(answer.status_code, answer.raw_headers)
             self._write(answer.body)
 
     def _write(self, data: bytes) -> None:
         if not self._started:
-            self._begin(200, data, [])
+            self._begin(200, STREAM_HEADERS if self._stream else Answer(data).raw_headers)
         self._wrote = True
         self._finished = not self._running
         self.sender.put({"type": "http.response.body", "body": data, "more_body": not self._finished})
 
-    def _begin(self, status: int, data: bytes, headers: Headers) -> None:
-        """The head of a stream, or of an answer that `data` is all of."""
-        self._started = True
-        if self._stream and status == 200:
-            of_body = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        else:
-            of_body = [(b"content-type", JSON), (b"content-length", b"%d" % len(data))]
-        all_of_them = [*of_body, *self.call.notes, *headers]
-        self.call.status = status
+    def _begin(self, status: int, headers: Headers) -> None:
+        self._started, self.call.status = True, status
+        all_of_them = [*headers, *self.call.notes]
         self.sender.put({"type": "http.response.start", "status": status, "headers": all_of_them})
 
 
@@ -255,7 +219,7 @@ class Replies:
     """
 
     def __init__(self, client: EngineClient, write_timeout: float, on_end: Callable[[], None]) -> None:
-        self.notifier = StepNotifier(asyncio.get_running_loop())
+        self.notifier = LoopNotifier(asyncio.get_running_loop())
         self._client = client
         self._write_timeout, self._on_end = write_timeout, on_end
         self._live: set[Reply] = set()
@@ -267,7 +231,7 @@ class Replies:
         self._live.add(reply)
         try:
             for mailbox in mailboxes:
-                self.notifier.watch(mailbox, reply)
+                self.notifier.watch(mailbox, reply.on_news)
                 self._client.submit(mailbox)
             await call.gone()
         finally:

@@ -11,7 +11,7 @@ import pytest
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind, notify
-from wavecore.frontend.client.notifiers import TASKS_A_TURN, LoopNotifier
+from wavecore.frontend.client.notifiers import STREAMS_A_TURN, LoopNotifier
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.transport.wire.messages import FinishReason
 
@@ -62,7 +62,7 @@ async def test_a_step_is_one_call_into_the_loop(monkeypatch: pytest.MonkeyPatch)
 
 async def test_other_work_of_the_loop_has_its_turns_between_the_streams_of_a_step() -> None:
     notifier = LoopNotifier(asyncio.get_running_loop())
-    mailboxes = mailboxes_of(notifier, 4 * TASKS_A_TURN)
+    mailboxes = mailboxes_of(notifier, 4 * STREAMS_A_TURN)
     woken = 0
 
     async def read(mailbox: Mailbox) -> None:
@@ -78,7 +78,7 @@ async def test_other_work_of_the_loop_has_its_turns_between_the_streams_of_a_ste
         before = woken
         await asyncio.sleep(0)
         most = max(most, woken - before)
-    assert 0 < most <= TASKS_A_TURN
+    assert 0 < most <= STREAMS_A_TURN
     await asyncio.gather(*readers)
 
 

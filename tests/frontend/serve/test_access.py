@@ -127,8 +127,8 @@ def test_answers_tell_nothing_of_this_machine(error: Exception, status: int) -> 
     """A-44: for every class of errors."""
     call = HttpCall({"headers": []}, nothing, nothing, 1, lambda *_: pytest.fail("no error"))
     answer = refusal(call, error, 7)
-    assert answer.status == status
+    assert answer.status_code == status
     shown = json.loads(answer.body)["error"]
     assert set(shown) == {"message", "type", "param", "code"}
     assert not PRIVATE.search(shown["message"]) and "pid" not in shown["message"]
-    assert ((b"retry-after", b"7") in answer.headers) is (status == 503)
+    assert ((b"retry-after", b"7") in answer.raw_headers) is (status == 503)

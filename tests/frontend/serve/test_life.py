@@ -119,7 +119,7 @@ def test_a_unix_socket(scripted_files: list[str], tmp_path: Path) -> None:
         (["--ssl-keyfile", "x", "--ssl-certfile", "y"], "cannot be used"),
         (["--api-key-file", "/nowhere"], "--api-key-file /nowhere"),
         (["--port", "70000"], "--port must be a whole number from 0 to 65535"),
-        (["--write-timeout", "0"], "write_timeout must be above 0"),
+        (["--write-timeout", "0"], "write_timeout must be a number above 0"),
     ],
 )
 def test_a_wrong_flag(scripted_files: list[str], flags: list[str], reason: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from wavecore.frontend.serve.api.completions import SHAPE
 from wavecore.frontend.serve.api.events import Events
@@ -64,7 +65,7 @@ class Wire:
 
 def reply(wire: Wire, boxes: Sequence[Box], streams: bool = True) -> Reply:
     call = HttpCall({"headers": []}, wire.receive, wire.send, 1, lambda call, error: refusal(call, error, 3))
-    form = Events(SHAPE, "cmpl", "m", 1, None, None, False)
+    form = Events(SHAPE, "cmpl", "m", SamplingParams(), None, False)
     return Reply(call, boxes, form.whole, form if streams else None)  # type: ignore[arg-type]
 
 

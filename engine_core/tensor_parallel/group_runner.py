@@ -75,7 +75,7 @@ class GroupRunner:
         self._in_flight: deque[_GroupStep] = deque()
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        self._steps.write(Record.PLAN, [encode(plan)])
+        self._steps.write(Record.PLAN, encode(plan))
         with self._dropped():
             step = _GroupStep(self, plan.step_id, self._runner.launch(plan))
         self._in_flight.append(step)

@@ -1,9 +1,18 @@
-"""A step's plan as bytes for the other ranks of its group, and back: msgpack, in which an array is its dtype, its shape
-and its bytes. Both sides run the same program, so nothing is checked."""
+"""A step's plan as bytes for the other ranks of its group, and back.
+
+    int64 [9]       step id, after, captures, rows, entries of swap_out, swap_in, copies and table, bytes of msgpack
+    int32           slots, starts, query_lens, samples, swap_out, swap_in, copies, table
+    msgpack         what new requests have besides arrays, and the shapes of these
+    int32, float32  of each new request the token ids and prompt embeddings
+
+A steady step is four numbers a row. Both sides run the same program, so nothing is checked.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import msgpack
@@ -12,33 +21,76 @@ import numpy as np
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.plan import NewRequest, StepPlan
 
-ARRAY = 0  # of msgpack's extension types
+Buffer = bytes | memoryview
+HEADER = 9
 
 
-def encode(plan: StepPlan) -> bytes:
-    data: bytes = msgpack.packb(plan, default=_packed)
-    return data
+def encode(plan: StepPlan) -> list[Buffer]:
+    """The plan's bytes, in pieces."""
+    rows = plan.slots, plan.starts, plan.query_lens, plan.samples
+    tables = plan.swap_out, plan.swap_in, plan.copies, plan.table
+    new = msgpack.packb([_plain(request) for request in plan.new_requests])
+    header = plan.step_id, plan.after, plan.captures, plan.num_rows, *map(len, tables), len(new)
+    columns = np.concatenate([*rows, *(table.ravel() for table in tables)], dtype=np.int32, casting="unsafe")
+    arrays: list[Buffer] = []
+    for request in plan.new_requests:
+        arrays.append(request.token_ids.data.cast("B"))
+        if request.prompt_embeds is not None:
+            arrays.append(request.prompt_embeds.data.cast("B"))
+    return [np.array(header, np.int64).tobytes(), columns.tobytes(), new, *arrays]
 
 
-def decode(data: bytes) -> StepPlan:
-    step_id, slots, starts, query_lens, samples, new, *rest = msgpack.unpackb(
-        data, ext_hook=_array, strict_map_key=False
+def decode(data: bytes | bytearray) -> StepPlan:
+    """The plan of these bytes; its arrays are views of them."""
+    step_id, after, captures, rows, *entries, new_bytes = np.frombuffer(data, np.int64, HEADER).tolist()
+    sizes = [rows] * 4 + [n * width for n, width in zip(entries, (2, 2, 2, 3), strict=True)]
+    columns = np.frombuffer(data, np.int32, sum(sizes), 8 * HEADER)
+    slots, starts, query_lens, samples, *tables = (columns[a:b] for a, b in pairwise(accumulate(sizes, initial=0)))
+    swap_out, swap_in, copies, table = (t.reshape(-1, width) for t, width in zip(tables, (2, 2, 2, 3), strict=True))
+    at = 8 * HEADER + columns.nbytes
+    arrays = _Arrays(data, at + new_bytes)
+    return StepPlan(
+        step_id,
+        slots.astype(np.intp),
+        starts,
+        query_lens,
+        samples.astype(np.bool_),
+        tuple(arrays.request(fields) for fields in msgpack.unpackb(data[at : at + new_bytes], strict_map_key=False)),
+        swap_out,
+        swap_in,
+        copies,
+        table,
+        after,
+        bool(captures),
     )
-    requests = [
-        NewRequest(slot, ids, num_prompt, SamplingParams.from_wire(params), *more)
-        for slot, ids, num_prompt, params, *more in new
-    ]
-    return StepPlan(step_id, slots, starts, query_lens, samples, tuple(requests), *rest)
 
 
-def _packed(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return msgpack.ExtType(ARRAY, msgpack.packb((value.dtype.str, value.shape, value.tobytes())))
-    if isinstance(value, SamplingParams):
-        return value.to_wire()
-    return [getattr(value, field.name) for field in fields(value) if field.init]  # a plan, or a new request of it
+def _plain(request: NewRequest) -> tuple[Any, ...]:
+    """What msgpack takes of a request: its fields, and shapes in place of arrays."""
+    embeds = None if request.prompt_embeds is None else request.prompt_embeds.shape
+    ids, params = len(request.token_ids), request.params.to_wire()
+    return request.slot, ids, request.num_prompt, params, request.choice, embeds, request.pooling
 
 
-def _array(_: int, data: bytes) -> Any:
-    kind, shape, values = msgpack.unpackb(data)
-    return np.frombuffer(values, kind).reshape(shape).copy()  # that can be written, as the plan's own
+class _Arrays:
+    """Reads arrays one after the other."""
+
+    def __init__(self, data: bytes | bytearray, at: int) -> None:
+        self._data, self._at = data, at
+
+    def request(self, fields: Sequence[Any]) -> NewRequest:
+        slot, ids, num_prompt, params, choice, embeds, pooling = fields
+        return NewRequest(
+            slot,
+            self._next(np.int32, ids),
+            num_prompt,
+            SamplingParams.from_wire(params),
+            choice,
+            None if embeds is None else self._next(np.float32, math.prod(embeds)).reshape(embeds),
+            pooling,
+        )
+
+    def _next(self, kind: Any, count: int) -> Any:
+        array = np.frombuffer(self._data, kind, count, self._at)
+        self._at += array.nbytes
+        return array

@@ -73,4 +73,4 @@ def assert_equal(one: Any, other: Any) -> None:
 
 @given(plans())
 def test_a_plan_is_the_same_on_the_other_side(plan: StepPlan) -> None:
-    assert_equal(decode(encode(plan)), plan)
+    assert_equal(decode(b"".join(encode(plan))), plan)

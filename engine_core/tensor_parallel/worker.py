@@ -41,8 +41,15 @@ class Worker:
             if Record(kind) is Record.PLAN:
                 self._launch(decode(data))
             else:
-                self._runner.profile(bool(data[0]))
+                self._profile(bool(data[0]))
             self._progress.beat()
+
+    def _profile(self, on: bool) -> None:
+        """What is refused here rank 0 refuses, too, and its caller hears of that; no profile is worth an engine."""
+        try:
+            self._runner.profile(on)
+        except Exception as error:  # of torch's profiler, or of a full disk
+            logger.warning("no profile of this rank: %s", error)
 
     def _launch(self, plan: StepPlan) -> None:
         if plan.new_requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from tests.support.waiting import until
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
-from wavecore.transport.errors import ConfigError, EngineDead, NotSupportedError
+from wavecore.transport.errors import ConfigError, EngineDead, NotSupportedError, ValidationError, WavecoreError
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import EngineEntry
 
@@ -66,6 +67,35 @@ def test_an_attention_map_is_refused_and_nothing_breaks(llm: LLM) -> None:
     with pytest.raises(NotSupportedError, match="tensor_parallel_size"):
         llm.visualize_attention({"prompt_token_ids": [1, 2, 3]}, 0, 0)
     assert llm.generate({"prompt_token_ids": [5]}, ASKED[0], use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_profile_that_is_refused_ends_no_rank(llm: LLM) -> None:
+    with pytest.raises(NotSupportedError, match="torch_profiler_dir"):
+        llm.start_profile()
+    with pytest.raises(ValidationError, match="start_profile"):
+        llm.stop_profile()
+    assert llm.generate({"prompt_token_ids": [5]}, ASKED[0], use_tqdm=False)[0].outputs[0].finish_reason == "length"
+    assert entry(llm).restarts == 0
+
+
+@pytest.mark.slow
+def test_a_profile_of_every_rank_or_of_none(model: Path, tmp_path: Path) -> None:
+    """The second one cannot be written, and only its caller hears of that."""
+    folder = tmp_path / "traces"
+    more = {**SETTINGS, "torch_profiler_dir": str(folder), "kv_cache_memory_gib": 0.01}
+    with LLM(model, tensor_parallel_size=2, skip_tokenizer_init=True, **more) as llm:
+        for attempt in range(2):
+            llm.start_profile()
+            llm.generate({"prompt_token_ids": [5]}, ASKED[0], use_tqdm=False)
+            if attempt == 0:
+                llm.stop_profile()
+                until(lambda: len([*folder.glob("*.pt.trace.json")]) == 2, "a trace of each rank")
+                shutil.rmtree(folder)
+                folder.write_text("in the way")
+        with pytest.raises(WavecoreError):
+            llm.stop_profile()
+        llm.generate({"prompt_token_ids": [5]}, ASKED[0], use_tqdm=False)
+        assert entry(llm).restarts == 0
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_work(model: Path) -> None:

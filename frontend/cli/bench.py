@@ -40,7 +40,8 @@ class BenchReport:
         input_tokens, output_tokens: of all requests together.
         ttft: seconds to the first token, one a request.
         tpot: seconds a token after the first, one a request of two tokens or more.
-        counters: what the counters of `LLM.step_stats` and the seconds of each phase rose by, for each engine.
+        counters: what the counters of `LLM.step_stats` and the seconds of each phase rose by, for each engine;
+            "engine" is its number.
     """
 
     seconds: float
@@ -64,11 +65,11 @@ class BenchReport:
             if values:
                 ms = " / ".join(f"{1000 * p:.1f}" for p in np.percentile(values, (50, 90, 99)))
                 lines.append(f"{name:<22}{ms} ms (p50 / p90 / p99)")
-        for index, rose in enumerate(self.counters):
+        for rose in self.counters:
             steps = max(1, rose["steps"])
             shown = {name: f"{rose[name]:.0f}" for name in ("steps", "preemptions")}
             shown |= {f"{n}, a step": f"{1000 * seconds / steps:.3f} ms" for n, seconds in phase_seconds(rose).items()}
-            lines += [f"engine {index} {name:<20} {value}" for name, value in shown.items()]
+            lines += [f"engine {rose['engine']} {name:<20} {value}" for name, value in shown.items()]
         return lines
 
 
@@ -116,20 +117,21 @@ def measure(llm: LLM, work: Sequence[WorkItem]) -> BenchReport:
     started = time.monotonic()
     outputs = llm.generate(prompts, params, use_tqdm=False, raise_on_error=True)
     seconds = time.monotonic() - started
+    after = {stats["engine"]: stats for stats in llm.step_stats()}
     return BenchReport(
         seconds,
         sum(len(o.prompt_token_ids) for o in outputs),
         sum(len(c.token_ids) for o in outputs for c in o.outputs),
         [o.metrics.first_token_latency or 0.0 for o in outputs],
         [t for o in outputs if (t := o.metrics.time_per_token) is not None],
-        [_rise(old, new) for old, new in zip(before, llm.step_stats(), strict=False)],
+        [_rise(stats, after[stats["engine"]]) for stats in before if stats["engine"] in after],
     )
 
 
 def _rise(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
     """Of whole numbers, which are counters but for a few that are 0 before and after, and of seconds."""
     counted = [name for name, value in before.items() if isinstance(value, int) or name.endswith(SECONDS)]
-    return {name: after[name] - before[name] for name in counted}
+    return {name: after[name] - before[name] for name in counted} | {"engine": after["engine"]}
 
 
 def phase_seconds(counters: dict[str, float]) -> dict[str, float]:

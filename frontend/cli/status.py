@@ -73,9 +73,9 @@ def _table(found: Mapping[str, Any]) -> str:
     for engine in found["engines"]:
         cause = (engine["last_cause"] or {}).get("message", "")
         load = engine["load"] or dict.fromkeys(LOAD, "-")
-        first = {**engine, **load, "epoch": engine["epoch"][:8], "last cause": cause}  # in the row of rank 0 alone
-        for rank in engine["ranks"] or [{"rank": 0}]:
-            shown = {**(first if not rank["rank"] else {}), **rank, "engine": engine["index"], "state": engine["state"]}
+        first = {**engine, **load, "epoch": engine["epoch"][:8], "last cause": cause}  # in its first row alone
+        for place, rank in enumerate(engine["ranks"] or [{"rank": 0}]):
+            shown = {**({} if place else first), **rank, "engine": engine["index"], "state": engine["state"]}
             rows.append(tuple(str(shown.get(name, "")) for name in COLUMNS))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -7,7 +7,7 @@ import json
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -33,15 +33,16 @@ LEAST_PIXELS = 512
 COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], np.float32)
 
 
-def call_all(client: EngineClient, method: str, **args: Any) -> list[Any]:
-    """The answers of every engine, in order of index.
+def call_all(client: EngineClient, method: str, **args: Any) -> dict[int, Any]:
+    """The answers of all engines that are up, by their index.
 
     Raises:
-        EngineDead, RequestTimeout: an engine did not answer.
+        EngineDead, RequestTimeout: no engine is up, or one did not answer.
         ValidationError: no such method, or wrong arguments.
     """
-    futures = [client.call(method, args, engine=index) for index in client.engines]
-    return [future.result().value for future in futures]
+    client.check_health()
+    futures = {index: client.call(method, args, engine=index) for index in client.engines}
+    return {index: future.result().value for index, future in futures.items()}
 
 
 def answers(client: EngineClient, seconds: float, method: str, **args: Any) -> dict[int, Any]:
@@ -109,6 +110,7 @@ class Inspection:
 
         Returns:
             One dictionary a choice of a request:
+                engine: that has it, from 0.
                 client, handle: its name on the wire; the client's in hex.
                 state: "waiting" or "preempted" (queued), "forking" (waits for the prompt of the first choice),
                     "loading" (its blocks come from the host), "running", or "draining" (preempted in this moment).
@@ -124,7 +126,7 @@ class Inspection:
         limit = OF_REQUEST.whole("limit", limit, 0, MAX_SHOWN)
         offset = OF_REQUEST.whole("offset", offset, 0, sys.maxsize)
         pages = call_all(self._service.client, "debug_requests", limit=limit, offset=offset)
-        return [row for page in pages for row in page]
+        return [{"engine": index, **row} for index, page in pages.items() for row in page]
 
     debug_sequence_states = debug_requests
 
@@ -132,7 +134,8 @@ class Inspection:
         """What each engine has done since its start, and its load now.
 
         Returns:
-            One dictionary an engine:
+            One dictionary an engine that is up:
+                engine: its number, from 0.
                 steps: of the model.
                 prompt_tokens, output_tokens: computed, and drawn.
                 preemptions: times that a request lost its blocks to another.
@@ -147,11 +150,11 @@ class Inspection:
                 running, waiting: choices that hold a slot, and that are queued.
                 cache_usage: part of the KV blocks that is in use, 0 to 1.
         """
-        return call_all(self._service.client, "stats")
+        return [{"engine": index, **stats} for index, stats in call_all(self._service.client, "stats").items()]
 
     def print_memory_stats(self) -> None:
         """Print a table of what each engine's memory holds."""
-        for index, stats in enumerate(call_all(self._service.client, "memory_stats")):
+        for index, stats in call_all(self._service.client, "memory_stats").items():
             sys.stdout.write(memory_table(index, stats) + "\n")
 
     def export_trace(self, path: str | Path = "trace.json") -> dict[str, Any]:
@@ -211,9 +214,9 @@ class Inspection:
         return weights
 
 
-def merged_trace(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Chrome traces of several engines as one; `pid` is the engine."""
-    events = [{**event, "pid": index} for index, trace in enumerate(traces) for event in trace["traceEvents"]]
+def merged_trace(traces: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Chrome traces of several engines, by index, as one; `pid` is the engine."""
+    events = [{**event, "pid": index} for index, trace in traces.items() for event in trace["traceEvents"]]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -7,7 +7,7 @@
     curl --unix-socket DIR/admin.sock -X POST http://admin/reset_prefix_cache
                                               http://admin/profile/start, then http://admin/profile/stop
 
-Answers are JSON, a list with an entry an engine. Unlike scrapes and probes they wait for the engines.
+Answers are JSON: by number of the engine, of all that are up. Unlike scrapes and probes they wait for the engines.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ async def serve_admin(client: EngineClient, runtime_dir: Path) -> None:
     async def answer(request: Request) -> JSONResponse:
         _, method, args = CALLS[request.url.path]
         try:
-            calls = [client.call(method, args, engine=index, timeout=CALL_SECONDS) for index in client.engines]
-            values = [result.value for result in await asyncio.gather(*map(asyncio.wrap_future, calls))]
+            client.check_health()
+            up = client.engines
+            calls = [client.call(method, args, engine=index, timeout=CALL_SECONDS) for index in up]
+            results = await asyncio.gather(*map(asyncio.wrap_future, calls))
+            values = {index: result.value for index, result in zip(up, results, strict=True)}
         except WavecoreError as error:
             status = HTTPStatus.BAD_REQUEST if isinstance(error, ValueError) else HTTPStatus.SERVICE_UNAVAILABLE
             return JSONResponse({"error": str(error)}, status)

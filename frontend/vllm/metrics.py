@@ -36,8 +36,8 @@ def read_metrics(stats: Sequence[Mapping[str, Any]]) -> list[Metric]:
     """From `step_stats`, one entry an engine."""
     kinds = ((Counter, METRICS["counters"]), (Gauge, METRICS["gauges"]))
     return [
-        kind(f"vllm:{name}", {"engine": str(index)}, engine[ours])
-        for index, engine in enumerate(stats)
+        kind(f"vllm:{name}", {"engine": str(engine["engine"])}, engine[ours])
+        for engine in stats
         for kind, names in kinds
         for name, ours in names.items()
     ]

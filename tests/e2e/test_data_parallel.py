@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.support.scripted_model import write_model
 from tests.support.waiting import until
@@ -15,6 +17,9 @@ from wavecore.engine_core.api.sampling_params import COUNTED_OUTPUT
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind
 from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.prompts import as_prompt
+from wavecore.frontend.vllm.metrics import read_metrics
+from wavecore.transport.errors import EngineDead
+from wavecore.transport.processes import deployment
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4)
 LONG = SamplingParams(temperature=0.0, max_tokens=100_000)
@@ -106,3 +111,29 @@ def test_what_waits_for_a_busy_engine_moves_when_another_is_free(llm: LLM) -> No
     assert all(output is not None and output.outputs[0].finish_reason == "length" for output in outputs)
     assert not any(mailbox.ended for mailbox in busy)
     abort(llm, busy)
+
+
+def test_what_engines_say_has_their_numbers_also_while_one_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("wavecore.transport.processes.group.Backoff.ended", lambda *_: 600.0)
+    model = write_model(tmp_path, eos_token_id=[], step_seconds=0.002, max_model_len=200_000, num_blocks=40_000)
+    with LLM(**model, data_parallel_size=2) as llm:
+        until(lambda: len(llm.step_stats()) == 2, "both")
+        first, second = deployment.read(llm.runtime_dir).engines
+        psutil.Process(first.pid).kill()
+        until(lambda: llm._service.client.engines == [1], "one")
+        [mailbox] = submit(llm, 1, LONG)
+        until(lambda: mailbox.has_tokens, "its first token")
+        assert [stats["engine"] for stats in llm.step_stats()] == [1]
+        assert [row["engine"] for row in llm.debug_requests()] == [1]
+        assert {event["pid"] for event in llm.export_trace(tmp_path / "trace.json")["traceEvents"]} == {1}
+        assert {metric.labels["engine"] for metric in read_metrics(llm.step_stats())} == {"1"}
+        capsys.readouterr()
+        llm.print_memory_stats()
+        assert capsys.readouterr().out.startswith("engine 1\n")
+        psutil.Process(second.pid).kill()
+        until(lambda: not llm._service.client.engines, "none")
+        for ask in (llm.step_stats, llm.debug_requests, llm.print_memory_stats, llm.reset_prefix_cache):
+            with pytest.raises(EngineDead, match="SIGKILL"):
+                ask()

@@ -153,17 +153,17 @@ def test_arguments_that_cannot_be(server: RunningServer, run: Run) -> None:
 def test_the_operators_socket(server: RunningServer) -> None:
     mode = (server.folder / "admin.sock").stat().st_mode
     assert stat.S_ISSOCK(mode) and stat.S_IMODE(mode) == 0o600
-    assert server.admin("GET", "/requests") == (200, [[]])
-    _, (settings,) = server.admin("GET", "/settings")
+    assert server.admin("GET", "/requests") == (200, {"0": []})
+    settings = server.admin("GET", "/settings")[1]["0"]
     assert settings["max_num_seqs"] == {"value": 4, "origin": "set"}
     assert settings["block_size"] == {"value": 8, "origin": "set"}
     assert settings["swap_space_gib"] == {"value": 0.0, "origin": "default"}
     assert settings["max_model_len"] == {"value": 256, "origin": "resolved"}
     status, trace = server.admin("GET", "/trace")
     assert status == 200 and {"X", "C"} >= {event["ph"] for event in trace["traceEvents"]}
-    _, (memory,) = server.admin("GET", "/memory")
-    assert memory["blocks"] > 0
-    assert server.admin("POST", "/reset_prefix_cache") == (200, [None])
+    memory = server.admin("GET", "/memory")[1]
+    assert memory["0"]["blocks"] > 0
+    assert server.admin("POST", "/reset_prefix_cache") == (200, {"0": None})
     status, refused = server.admin("POST", "/profile/start")
     assert status == 400 and "scripted model" in refused["error"]
     assert server.admin("GET", "/reset_prefix_cache")[0] == 405
@@ -192,4 +192,4 @@ def test_the_socket_is_there_again_after_the_death_of_its_process(tmp_path: Path
         api.kill()
         until(lambda: not api.is_running(), "its end")
         assert found.scrape()["wavecore_engine_up", "0", "script.json"] == 1  # whoever answers is its next life
-        assert found.admin("GET", "/requests") == (200, [[]])
+        assert found.admin("GET", "/requests") == (200, {"0": []})

@@ -80,6 +80,14 @@ def test_what_runs(model: str, look: Callable[..., Any], capsys: pytest.CaptureF
     assert "no deployment at" in capsys.readouterr().err
 
 
+def test_engines_in_lockstep(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is one rank of the same group, and has a load of its own."""
+    with LLM(model, dp_lockstep=True, **SETTINGS) as llm:
+        assert main(["status", str(llm.runtime_dir)]) == 0
+        *_, first, second = capsys.readouterr().out.splitlines()
+        assert [line.split()[4:7] for line in (first, second)] == [["ready", "0", "0"]] * 2
+
+
 def test_an_engine_that_died(
     model: str, look: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,9 +65,11 @@ def options_of(call: HttpCall, body: EngineRequestFields) -> RequestOptions:
         ValidationError: a value out of bounds.
     """
     call.take_id(body.request_id)
+    rank = body.data_parallel_rank
     priority = _from_header(call, "x-wavecore-priority", int) if body.priority is None else body.priority
     timeout = _from_header(call, "x-wavecore-timeout", float) if body.timeout is None else body.timeout
-    checked = RequestOptions(priority or 0, timeout, cache_salt=body.cache_salt)
+    rank = _from_header(call, "x-data-parallel-rank", int) if rank is None else rank  # as vLLM's
+    checked = RequestOptions(priority or 0, timeout, data_parallel_rank=rank, cache_salt=body.cache_salt)
     return replace(checked, cache_salt=salt_of(call.owner, checked.cache_salt))
 
 

@@ -64,7 +64,8 @@ async def render(context: ApiContext, call: HttpCall) -> Answer:
     prompt = await context.render(_messages(body.messages), chat_options(body), options)
     wire = context.service.prepare(prompt, params, options).wire
     ids = [] if prompt.ids is None else prompt.ids.tolist()
-    given = {"priority": options.priority, "timeout": options.timeout, "stream": bool(body.stream)}
+    given = {"stream": bool(body.stream)}
+    given |= {name: getattr(options, name) for name in ("priority", "timeout", "data_parallel_rank")}
     return Answer({"model": context.model, "token_ids": ids, "sampling_params": wire, **given})
 
 

@@ -55,6 +55,7 @@ class EngineRequestFields(OfModel, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
+    data_parallel_rank: int | None = None
 
 
 class GenerationRequest(EngineRequestFields, kw_only=True):

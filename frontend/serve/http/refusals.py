@@ -38,7 +38,7 @@ STATUS: dict[str, HTTPStatus] = {
 _MESSAGES = {
     Overloaded.code: "the server has as many requests as it takes; try again later",
     RequestTimeout.code: "the request's deadline passed before its answer was whole",
-    EngineDead.code: "no engine takes requests now; try again later",
+    EngineDead.code: "the engine that had the request has ended; try again later",
     ResourceError.code: "the server is short of something; try again later",
     NumericalError.code: "the model gave values that are no numbers for this request",
     RequestError.code: "the request ended without its whole answer; try again",

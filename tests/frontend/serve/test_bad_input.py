@@ -57,6 +57,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("cache_salt", "x" * 300),
     ("priority", 2**40),
     ("timeout", 0),
+    *[("data_parallel_rank", value) for value in (1, -1, 10**9, "0")],
     ("stream", "yes"),
     ("stream_options", {"include_usage": 1}),
     ("model", "gpt-4"),
@@ -124,6 +125,13 @@ def test_a_field(server: Served, field: str, value: Any) -> None:
 )
 def test_a_body(server: Served, path: str, body: dict[str, Any], param: str | None) -> None:
     refused(server.post(path, body), 400, param)
+
+
+@pytest.mark.parametrize(("rank", "status"), [("0", 200), ("1", 400), ("-1", 400), ("first", 400)])
+def test_the_header_that_names_an_engine(server: Served, rank: str, status: int) -> None:
+    answer = server.post(COMPLETIONS, {**PROMPT, "max_tokens": 1}, headers={"X-data-parallel-rank": rank})
+    assert answer.status_code == status
+    assert status == 200 or "data" in answer.json()["error"]["param"]
 
 
 def test_no_token_is_left(server: Served) -> None:

@@ -103,6 +103,7 @@ async def test_a_fault(streams: bool) -> None:
     feed(answer, box, "", error=EngineDead("engine 0 ended"))
     feed(answer, other, "b", finish="stop")
     assert wire.sent[0]["status"] == (200 if streams else 503)
+    assert "the engine that had the request has ended" in wire.body
     assert '"code":"engine_dead"' in wire.body and "engine 0" not in wire.body and '"b"' not in wire.body
     assert [message.get("more_body") for message in wire.sent][-1] is False
     assert ((b"retry-after", b"3") in wire.sent[0]["headers"]) is not streams

@@ -67,7 +67,7 @@ def places(
         raise ConfigError(
             f"{count} GPUs are asked for (data_parallel_size {engines} x tensor_parallel_size {ranks}), and device "
             f"{device!r} has {len(gpus)} of {len(visible)} visible ones ({VISIBLE}: {environ.get(VISIBLE, 'not set')})"
-            f"; look at nvidia-smi and {VISIBLE}, lower data_parallel_size, or set device cpu"
+            f"; look at nvidia-smi and {VISIBLE}, lower either size, or set device cpu"
         )
     return [_neighbours(gpus[first : first + ranks], device) for first in range(0, count, ranks)]
 

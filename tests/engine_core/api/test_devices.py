@@ -134,7 +134,7 @@ def test_each_engine_sees_its_own_gpus_alone(
             {"device": "cuda"},
             2,
             "0,1,2",
-            "4 GPUs are asked for .*_size 2 x tensor_parallel_size 2.* 3 of 3 .*: 0,1,2",
+            "4 GPUs are asked for .*_size 2 x tensor_parallel_size 2.* 3 of 3 .*: 0,1,2.*lower either size",
         ),
         ({"device": "cuda"}, 1, "", "2 GPUs are asked for .* 0 of 0"),
         ({"device": "cuda:1"}, 1, None, "2 GPUs are asked for .* 'cuda:1' has 1 of 4"),

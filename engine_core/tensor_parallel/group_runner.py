@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, StepPlan, StepResult
-from wavecore.engine_core.tensor_parallel.plan_codec import encode
+from wavecore.engine_core.tensor_parallel.plan_codec import Buffer, encode
 from wavecore.transport.errors import NotSupportedError
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.step_ring import StepWriter, spin_then_sleep
@@ -75,7 +76,7 @@ class GroupRunner:
         self._in_flight: deque[_GroupStep] = deque()
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        self._steps.write(Record.PLAN, encode(plan))
+        self._send(Record.PLAN, encode(plan))
         with self._dropped():
             step = _GroupStep(self, plan.step_id, self._runner.launch(plan))
         self._in_flight.append(step)
@@ -90,12 +91,37 @@ class GroupRunner:
         assert self._in_flight.popleft() is step, "steps must be waited for in launch order"
         words = self._words
         with self._dropped():
-            words.wait_for(words.BEGUN, step.step_id)
-            result = step.pending.wait()
+            result = self.own_result(step)
             words.wait_for(words.LAUNCHED, step.step_id)
             if failed := words.failed(step.step_id):
                 raise OutOfMemory(f"rank {failed[0]}: a step does not fit; its size is in the log of that rank")
         return replace(result, transferred=min(result.transferred, words.transferred()))
+
+    def own_result(self, step: _GroupStep) -> StepResult:
+        """This rank's; on a CPU it is computed at the first call.
+
+        Raises:
+            OutOfMemory: this rank cannot hold the step.
+        """
+        if not step.own.done():
+            self._words.wait_for(self._words.BEGUN, step.step_id)
+            try:
+                step.own.set_result(step.pending.wait())
+            except OutOfMemory as error:
+                step.own.set_exception(error)
+        return step.own.result()
+
+    def _send(self, kind: Record, parts: list[Buffer]) -> None:
+        """Send a record; before one that has to wait for readers, compute what is in flight.
+
+        A worker that computes a step reads nothing meanwhile, and on a CPU needs this rank, which computes its part when
+        it is asked for the result: the two would wait for each other for ever.
+        """
+        if not self._steps.has_room(parts):
+            for step in self._in_flight:
+                with suppress(OutOfMemory):  # told when the step is waited for
+                    self.own_result(step)
+        self._steps.write(kind, parts)
 
     @contextmanager
     def _dropped(self) -> Iterator[None]:
@@ -105,7 +131,7 @@ class GroupRunner:
         except OutOfMemory:
             while self._in_flight:
                 with suppress(OutOfMemory):
-                    self._in_flight.popleft().pending.wait()
+                    self.own_result(self._in_flight.popleft())
             raise
 
     def wants_capture(self, uses: int) -> bool:
@@ -118,7 +144,7 @@ class GroupRunner:
         raise NotSupportedError("an attention map with tensor_parallel_size above 1: ask an engine on one device")
 
     def profile(self, on: bool) -> None:
-        self._steps.write(Record.PROFILE, [bytes([on])])
+        self._send(Record.PROFILE, [bytes([on])])
         self._runner.profile(on)
 
 
@@ -127,6 +153,7 @@ class _GroupStep:
     runner: GroupRunner
     step_id: int
     pending: PendingStep
+    own: Future[StepResult] = field(default_factory=Future)
 
     def wait(self) -> StepResult:
         return self.runner.finish(self)

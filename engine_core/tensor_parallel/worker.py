@@ -29,7 +29,8 @@ class Worker:
         self._runner, self._progress = runner, memory.progress
         self._records, self._words = StepReader(memory), WorkerWords(memory)
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
-        self._embeds: dict[int, F32 | None] = {}  # by slot: the runner holds no array, and here no request does
+        # By slot, with the step that begins: the runner holds no array, and here no request does
+        self._embeds: dict[int, tuple[int, F32 | None]] = {}
 
     def run(self) -> Never:
         while True:
@@ -53,8 +54,9 @@ class Worker:
 
     def _launch(self, plan: StepPlan) -> None:
         if plan.new_requests:
-            self._embeds = {slot: embeds for slot, embeds in self._embeds.items() if slot in self._runner.state.embeds}
-            self._embeds |= {new.slot: new.prompt_embeds for new in plan.new_requests}
+            used, unbegun = self._runner.state.embeds, [step for step, _ in self._in_flight]  # on a CPU
+            self._embeds = {slot: held for slot, held in self._embeds.items() if slot in used or held[0] in unbegun}
+            self._embeds |= {new.slot: (plan.step_id, new.prompt_embeds) for new in plan.new_requests}
         self._words.tell(WorkerWords.BEGUN, plan.step_id)
         with self._told(plan.step_id):
             self._in_flight.append((plan.step_id, self._runner.launch(plan)))

@@ -63,6 +63,16 @@ def test_prompt_embeddings_and_embeddings(llm: LLM) -> None:
     assert np.linalg.norm(pooled.outputs.embedding) == pytest.approx(1.0, abs=1e-3)
 
 
+def test_prompt_embeddings_that_begin_in_step_after_step(llm: LLM) -> None:
+    """Each is computed in chunks, while the next ones begin."""
+    draw = np.random.default_rng(1)
+    asked = [{"prompt_embeds": draw.normal(size=(40 + 9 * i, 48)).astype(np.float32)} for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    alone = [llm.generate(one, params, use_tqdm=False)[0].outputs[0].token_ids for one in asked]
+    assert [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)] == alone
+    assert entry(llm).restarts == 0
+
+
 def test_an_attention_map_is_refused_and_nothing_breaks(llm: LLM) -> None:
     with pytest.raises(NotSupportedError, match="tensor_parallel_size"):
         llm.visualize_attention({"prompt_token_ids": [1, 2, 3]}, 0, 0)
@@ -76,6 +86,22 @@ def test_a_profile_that_is_refused_ends_no_rank(llm: LLM) -> None:
         llm.stop_profile()
     assert llm.generate({"prompt_token_ids": [5]}, ASKED[0], use_tqdm=False)[0].outputs[0].finish_reason == "length"
     assert entry(llm).restarts == 0
+
+
+@pytest.mark.slow
+def test_plans_that_are_longer_than_the_ring(tmp_path: Path) -> None:
+    """5.8 MB of embeddings in one plan, while another step is in flight."""
+    folder = save_model(tmp_path, make_config("Qwen3", num_attention_heads=4, max_position_embeddings=2048))
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 32_768, "max_model_len": 2000, "kv_cache_memory_gib": 0.1}
+    draw, found = np.random.default_rng(0), []
+    asked = [{"prompt_embeds": draw.normal(size=(1900, 48)).astype(np.float32)} for _ in range(16)]
+    for ranks in (1, 2):
+        more = {**SETTINGS, **sizes, "tensor_parallel_size": ranks}
+        with LLM(folder, skip_tokenizer_init=True, **more) as llm:
+            outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            assert entry(llm).restarts == 0
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

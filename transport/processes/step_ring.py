@@ -52,6 +52,13 @@ class StepWriter:
             if not rest:
                 return
 
+    def has_room(self, parts: Iterable[Buffer]) -> bool:
+        """Whether `write` of these waits for no reader."""
+        size = sum(memoryview(part).nbytes for part in parts)
+        heads = size // MAX_PIECE + 3  # one more, and room that is skipped, at the ring's end
+        end = self._at + size + heads * _PIECE.size
+        return all(end - self._memory.words[reader] <= RING_BYTES for reader in range(1, self._memory.ranks))
+
     def _put(self, kind: int, piece: memoryview, last: bool) -> None:
         memory, end, begin = self._memory, self._at + _PIECE.size + len(piece), self._at % RING_BYTES
         readers = range(1, memory.ranks)

@@ -114,8 +114,8 @@ class GroupRunner:
     def _send(self, kind: Record, parts: list[Buffer]) -> None:
         """Send a record; before one that has to wait for readers, compute what is in flight.
 
-        A worker that computes a step reads nothing meanwhile, and on a CPU needs this rank, which computes its part when
-        it is asked for the result: the two would wait for each other for ever.
+        A worker that computes a step reads nothing meanwhile, and on a CPU needs this rank, which computes its part
+        when it is asked for the result: the two would wait for each other for ever.
         """
         if not self._steps.has_room(parts):
             for step in self._in_flight:

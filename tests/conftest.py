@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -61,6 +62,12 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: the garbage collector, which hundreds of tests call, looks at the rest alone."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> None:
+    """An engine that an earlier test started here may have asked for another one."""
+    logging.getLogger("wavecore").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

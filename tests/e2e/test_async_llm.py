@@ -172,7 +172,7 @@ async def test_cancel_at_every_moment(llm: AsyncLLM) -> None:
             await task
         assert llm.num_unfinished == 0
     assert not llm._by_id
-    assert all(not notifier._news for notifier in llm._notifiers.values())
+    assert all(not notifier._watchers for notifier in llm._notifiers.values())
     assert await text_of(llm, [HELLO]) == "Hello world"
     answer = await asyncio.wrap_future(llm._service.client.call("debug_requests"))
     assert answer.value == []

@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wavecore.kernels.chain import follow
+from wavecore.kernels.device import early
+
 BLOCK = 1024
 
 
@@ -24,13 +27,15 @@ def _launch(gate_up: Tensor, gelu: bool) -> Tensor:
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inner)
     if tokens:
-        _gated[(tokens, triton.cdiv(inner, BLOCK))](gate_up, out, inner, GELU=gelu, BLOCK=BLOCK)
+        grid = tokens, triton.cdiv(inner, BLOCK)
+        _gated[grid](gate_up, out, inner, GELU=gelu, BLOCK=BLOCK, **early(gate_up.device))
     return out
 
 
 @triton.jit
-def _gated(gate_up_ptr, out_ptr, inner, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(gate_up_ptr, out_ptr, inner, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """A program (token, part of BLOCK places) writes out[token, d], d being the places, `inner` of them in all."""
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < inner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -21,3 +22,11 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 << 10
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+@cache
+def early(device: torch.device) -> dict[str, Any]:
+    """How to launch a kernel that calls `chain.follow`: before its predecessor ends, from compute capability 9.0 on."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}

@@ -184,6 +184,10 @@ def _sample(like: Tensor) -> Args:
     return _randn((6, vocab), like) * 3, rows
 
 
+def _row(like: Tensor) -> Args:
+    return _randn((1, 96), like), _randn((50, 96), like), _randn((50,), like)
+
+
 def _moe(like: Tensor) -> Args:
     experts, hidden, inner = 5, 48, 40
     kv_slots = torch.tensor([3, 0, -1, 7, 9, 11, -1], dtype=torch.int32, device=like.device)
@@ -210,6 +214,7 @@ EXAMPLES: dict[str, Callable[[Tensor], Args]] = {
     "paged_attention": _attention,
     "silu_mul": _gate_up,
     "gelu_tanh_mul": _gate_up,
+    "row_linear": _row,
     "moe": _moe,
     "sample": _sample,
     "copy_blocks": _copies,

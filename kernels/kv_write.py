@@ -7,6 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from wavecore.kernels.batch import Batch
+from wavecore.kernels.chain import follow
+from wavecore.kernels.device import early
 
 HEADS_PER_PROGRAM = 4
 
@@ -55,6 +57,7 @@ def qk_norm_rope_kv_write(
             BLOCK_H=HEADS_PER_PROGRAM,
             BLOCK_D=triton.next_power_of_2(dim),
             num_warps=2,
+            **early(qkv.device),
         )
     return q
 
@@ -81,6 +84,7 @@ def _norm_rope_write(
     KV_BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program (token, BLOCK_H of its heads) handles values x [BLOCK_H, BLOCK_D].
 
@@ -88,6 +92,7 @@ def _norm_rope_write(
     d [1, BLOCK_D]        place in a head, DIM of them real
     partner [1, BLOCK_D]  the place that d is rotated with; y are the values there
     """
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     kv_slot = tl.load(kv_slots_ptr + token)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]

@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wavecore.kernels.chain import follow
+from wavecore.kernels.device import early
+
 
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float = 0.0
@@ -59,6 +62,7 @@ def _launch(
         HAS_RESIDUAL=has_residual,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        **early(x.device),
     )
 
 
@@ -75,11 +79,13 @@ def _add_rms_norm(
     weight_offset,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program (row of the result) handles the whole vector of the token that `index` names, without it of token row.
 
     d [BLOCK]   places in the vector, `hidden` of them real
     """
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     token = row
     if index_ptr is not None:

@@ -2,7 +2,8 @@
 
 A layer's first product is cut by columns of its output, which needs no word between ranks; its second one by columns of
 its input, whose partial sums are added up (Megatron-LM, arXiv:1909.08053). The vocabulary is cut by rows of the
-embedding and of the LM head. GEMMs stay with the vendor's library; `linear` picks how to ask for them.
+embedding and of the LM head. GEMMs stay with the vendor's library; `linear` picks how to ask for them, and has an
+operation of ours for a single row.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wavecore.kernels import ops
 from wavecore.parallel.collectives import Collectives
 
-SWAPPED_ROWS = (1, *range(12, 49))
+SWAPPED_ROWS = range(12, 49)
 """On a CPU these few rows are 10 to 25% faster as (weight @ x^T)^T; with 2 to 11 that is slower by half, above 48 the
 same (float32 and bfloat16, oneDNN and MKL of torch 2.13 on Xeon; bench_cpu.py shows the sum)."""
 
@@ -39,6 +41,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [T, out], contiguous.
     """
+    if len(x) == 1:
+        return ops.row_linear(x, weight, bias)
     if x.is_cuda or len(x) not in SWAPPED_ROWS:
         return F.linear(x, weight, bias)
     if bias is None:

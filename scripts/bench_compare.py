@@ -7,8 +7,9 @@
 is a process with fresh compile caches. Every workload runs once to warm up (graphs are captured in that pass, and its
 time is told apart), then `--repeats` times; prefix caches are emptied before each. The rows that the host decides are
 measured with both engines resident, in turn (A B A B), since a process keeps the pace it has; the others with one
-engine after the other. `--curves` adds batches of 1 to 512 and contexts of 256 to 16k; `--plot` draws these (needs
-matplotlib).
+engine after the other, with 1,024 places. `--settings` and `--peer-settings` set more, for instance
+`{"tensor_parallel_size": 2}`; each engine then has the machine to itself. `--curves` adds batches of 1 to 512 and
+contexts of 256 to 16k; `--plot` draws these (needs matplotlib).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from wavecore.frontend.llm import LLM
 ENGINES = ("wavecore", "vllm")
 HOST_BOUND = ("single-in128-out256", "single-in8192-out16", "decode-heavy-x256", "ragged-256")
 SHARED_MEMORY = 0.42  # of the GPU for each engine, when both are resident
-PLACES_1024: Mapping[str, Mapping[str, Any]] = {  # for ragged-1024; vLLM's own graphs end at 512 rows
+PLACES_1024: Mapping[str, Mapping[str, Any]] = {  # vLLM's own graphs end at 512 rows
     "wavecore": {"max_num_seqs": 1024},
     "vllm": {"max_num_seqs": 1024, "max_cudagraph_capture_size": 1024},
 }
@@ -185,28 +186,25 @@ class Comparison:
 
     def model(self, folder: Path, names: Sequence[str]) -> None:
         """Measure one model; a row is printed as soon as it is there."""
-        in_turn = [name for name in names if name in HOST_BOUND]
+        in_turn = [name for name in names if name in HOST_BOUND and not self.args.settings]
         if in_turn:
             with ExitStack() as stack:
                 settings = {"gpu_memory_utilization": SHARED_MEMORY}
                 both = {name: stack.enter_context(self._started(name, folder, settings)) for name in self.args.engines}
                 for workload in in_turn:
                     self._add(folder, workload, True, *rounds(both, workload, self.args.repeats))
-        places = [name for name in names if name == "ragged-1024"]
-        others = [name for name in names if name not in in_turn and name not in places]
-        for group, more in ((others, {}), (places, PLACES_1024)):
-            measured = {name: (dict[str, float](), dict[str, list[float]]()) for name in group}
-            for engine in self.args.engines if group else ():
-                with self._started(engine, folder, more.get(engine, {})) as alone:
-                    for name, (first, seconds) in measured.items():
-                        one = rounds({engine: alone}, name, self.args.repeats)
-                        first.update(one[0])
-                        seconds.update(one[1])
-            for name, figures in measured.items():
-                self._add(folder, name, False, *figures)
+        measured = {name: (dict[str, float](), dict[str, list[float]]()) for name in names if name not in in_turn}
+        for engine in self.args.engines if measured else ():
+            with self._started(engine, folder, PLACES_1024[engine]) as alone:
+                for name, (first, seconds) in measured.items():
+                    one = rounds({engine: alone}, name, self.args.repeats)
+                    first.update(one[0])
+                    seconds.update(one[1])
+        for name, figures in measured.items():
+            self._add(folder, name, False, *figures)
 
     def _started(self, name: str, folder: Path, settings: Mapping[str, Any]) -> Engine:
-        more = self.args.settings if name == "wavecore" else {}
+        more = self.args.settings if name == "wavecore" else self.args.peer_settings
         engine = Engine(name, folder, {**settings, **more}, self.args.peer_path)
         start = {"model": folder.name, "engine": name, "ready": engine.ready_after, "token": engine.first_token_after}
         self.starts.append(start)
@@ -274,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--curves", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="draw the curves of a run into the one folder given")
     parser.add_argument("--settings", type=json.loads, default={}, help="of wavecore, JSON")
+    parser.add_argument("--peer-settings", type=json.loads, default={}, help="of vLLM, JSON")
     parser.add_argument("--answers", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.answers is not None:

@@ -137,8 +137,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", choices=WORKLOADS, action="append", help="a workload; may come several times")
     parser.add_argument("--max-requests", type=int, help="cut every workload to its first requests")
     parser.add_argument("--repeats", type=int, default=1, help="the fastest counts")
+    parser.add_argument("--settings", type=json.loads, default={}, help="of the engine, JSON")
     args = parser.parse_args(argv)
-    settings = ", ".join(f"{name} {value}" for name, value in SETTINGS.items())
+    chosen = {**SETTINGS, **args.settings}
+    settings = ", ".join(f"{name} {value}" for name, value in chosen.items())
     print(f"{machine()}\n\n{settings}\n")
     line(COLUMNS)
     line(["---", "---", *["---:"] * (len(COLUMNS) - 2)])
@@ -146,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = folder / "config.json"
         spec = from_config(json.loads(path.read_text()), path)
         start = time.monotonic()
-        with LLM(folder, **SETTINGS) as llm:
+        with LLM(folder, **chosen) as llm:
             print(f"{folder.name}: ready after {time.monotonic() - start:.1f} s", file=sys.stderr)
             for name in args.only or WORKLOADS:
                 label, work = cut(name, args.max_requests)

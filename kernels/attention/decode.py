@@ -15,7 +15,8 @@ from wavecore.kernels.attention.ranges import ROW_COST, Ranges, make_ranges
 from wavecore.kernels.attention.shapes import LEAST_BLOCK_D, MAX_GROUP, decode_shape
 from wavecore.kernels.attention.tile import LOG2E, load_tile, softmax_step
 from wavecore.kernels.batch import Batch
-from wavecore.kernels.device import num_multiprocessors
+from wavecore.kernels.chain import follow
+from wavecore.kernels.device import early, num_multiprocessors
 
 MERGE_BLOCK = 16
 
@@ -69,6 +70,7 @@ def decode_attention(
         ROW_COST=ROW_COST,
         num_warps=warps,
         num_stages=stages,
+        **early(q.device),
     )
     _merge[(max(rows, tokens) if zero_padding else rows, heads)](
         batch.query_start,
@@ -83,6 +85,7 @@ def decode_attention(
         BLOCK_P=MERGE_BLOCK,
         ROW_COST=ROW_COST,
         num_warps=1 if dim <= 128 else 2,
+        **early(q.device),
     )
 
 
@@ -111,6 +114,7 @@ def _decode(
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     ROW_COST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program (range of tiles, KV head) attends with one query token of each row that has tiles in its range.
 
@@ -121,6 +125,7 @@ def _decode(
     q, acc [BLOCK_G, BLOCK_D]  queries, and the sum of values so far, weighted
     peak, total [BLOCK_G]      largest score so far, and the sum of weights
     """
+    follow(EARLY)
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     size = tl.load(ranges.size)
@@ -191,6 +196,7 @@ def _merge(
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     ROW_COST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program (index, query head) merges the partial results of row `index`.
 
@@ -199,6 +205,7 @@ def _merge(
     program [BLOCK_P]        those of `_decode` that hold a part of the row
     part [BLOCK_P, BLOCK_D]  what they left, each of the weight that its weight_log tells
     """
+    follow(EARLY)
     index = tl.program_id(0)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)

@@ -6,6 +6,8 @@ kernels' names.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from tests.kernels.compile_only import compile_only
 
@@ -16,6 +18,9 @@ from wavecore.kernels.ops import OPERATIONS
 
 def main() -> None:
     launched = compile_only(90)
+    for module in [m for name, m in sys.modules.items() if name.startswith("wavecore.kernels")]:
+        if hasattr(module, "early"):
+            module.early = lambda _device: {"EARLY": True, "launch_pdl": True}  # type: ignore[attr-defined]
     like = torch.empty(0, dtype=torch.bfloat16)
     for name, make in EXAMPLES.items():
         OPERATIONS[name].kernel(*make(like))

@@ -15,9 +15,14 @@ from wavecore.transport.wire.checks import OF_REQUEST
 # Phases of a start in their order: in words, and the percent at which each begins and ends. A start may leave some out.
 PHASES = {
     "fetch": ("fetching the model", 2, 20),
-    "import": ("importing torch", 20, 40),
-    "load": ("loading weights", 40, 85),
-    "kv_cache": ("sizing the KV cache", 85, 97),
+    "import": ("importing torch", 20, 35),
+    "device": ("starting the device", 35, 40),
+    "load": ("loading weights", 40, 75),
+    "tables": ("allocating tables", 75, 76),
+    "warm_up": ("running the largest steps", 76, 95),
+    "compile": ("compiling kernels", 76, 95),
+    "graphs": ("reserving CUDA graphs", 95, 96),
+    "kv_cache": ("sizing the KV cache", 96, 97),
     "bind": ("binding", 97, 100),
 }
 

@@ -23,7 +23,7 @@ def make_runner(
     """Load `config.model`.
 
     Args:
-        progress: called as progress(phase, fraction) with phases "fetch", "import", "load", "kv_cache".
+        progress: called as progress(phase, fraction) with the phases of `frontend.progress_bars`.
         group: shared with the workers, if there are any.
 
     Raises:

@@ -17,6 +17,8 @@ import torch
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.out_of_memory import shortage
 from wavecore.engine_core.execution.runner import ModelRunner
+from wavecore.engine_core.models.files import Progress
+from wavecore.engine_core.startup.compilation import compilation_told
 from wavecore.engine_core.startup.free_memory import host_memory
 from wavecore.engine_core.startup.memory_budget import (
     GIB,
@@ -45,7 +47,7 @@ def most_blocks(config: EngineConfig, block_bytes: int, device: torch.device) ->
     return int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization) // block_bytes
 
 
-def allocate_kv_cache(runner: ModelRunner, config: EngineConfig) -> None:
+def allocate_kv_cache(runner: ModelRunner, config: EngineConfig, progress: Progress) -> None:
     """Give a runner its KV cache; on a GPU every kind of step has run once then, which also compiles.
 
     Raises:
@@ -62,8 +64,9 @@ def allocate_kv_cache(runner: ModelRunner, config: EngineConfig) -> None:
         num_blocks = _blocks_of_host(runner, config, need)
         advice = "lower num_gpu_blocks_override" if config.num_gpu_blocks_override else "lower kv_cache_memory_gib"
     else:
-        num_blocks = _blocks_of_gpu(runner, config, need)
+        num_blocks = _blocks_of_gpu(runner, config, need, progress)
         advice = "start again: others took memory meanwhile"
+    progress("kv_cache", 0.0)
     num_blocks = runner.model.group.least(num_blocks)
     size = gib(num_blocks * need.block_bytes)
     with refused(f"the KV cache of {num_blocks} blocks, {size}, does not fit into memory", advice):
@@ -79,7 +82,7 @@ def allocate_kv_cache(runner: ModelRunner, config: EngineConfig) -> None:
         runner.info = replace(runner.info, max_model_len=longest)
 
 
-def measure(runner: ModelRunner, config: EngineConfig) -> tuple[MemoryBudget, str]:
+def measure(runner: ModelRunner, config: EngineConfig, progress: Progress) -> tuple[MemoryBudget, str]:
     """Run the largest steps once over a cache of two blocks, and see what they take from a GPU.
 
     What the allocator took for them it keeps, so that steps find it and ask the device for nothing.
@@ -97,8 +100,10 @@ def measure(runner: ModelRunner, config: EngineConfig) -> tuple[MemoryBudget, st
     activations, graphs, reason = 0, 0, ""
     try:
         runner.allocate(2)
-        warm_up(runner, config)
+        with compilation_told(progress, "warm_up"):
+            warm_up(runner, config)
         activations = torch.cuda.max_memory_reserved(device)
+        progress("graphs", 0.0)
         if not (config.enforce_eager or config.custom_ops):  # a user's kernel need not be one that can be captured
             graphs = runner.reserve_graphs()
     except Exception as error:
@@ -135,9 +140,9 @@ def _useful_blocks(runner: ModelRunner, config: EngineConfig) -> int:
     return max(useful, MOST_CACHED) if config.enable_prefix_caching else useful
 
 
-def _blocks_of_gpu(runner: ModelRunner, config: EngineConfig, need: KVCacheNeed) -> int:
+def _blocks_of_gpu(runner: ModelRunner, config: EngineConfig, need: KVCacheNeed, progress: Progress) -> int:
     """Blocks for the engine's share of a GPU. Logs where the memory is."""
-    budget, reason = measure(runner, config)
+    budget, reason = measure(runner, config, progress)
     asked, room = config.num_gpu_blocks_override, max(0, budget.kv_cache) // need.block_bytes
     num_blocks = asked or min(_useful_blocks(runner, config), room)
     table = budget.table(num_blocks, need.block_bytes)

@@ -49,6 +49,7 @@ def load_runner(
         ConfigError: a setting that this model or device cannot have, or settings under which memory would do.
         ResourceError: not enough memory, and no setting makes room.
     """
+    progress("device", 0.0)
     device = _device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA: no other GPU gets a context of this process
@@ -84,13 +85,13 @@ def load_runner(
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through
-    progress("kv_cache", 0.0)
+    progress("tables", 0.0)
     with refused("the tables of all requests do not fit into memory", SMALLER_STEPS):
         model = Decoder(spec, parameters, length, group)
         sizes = config.cudagraph_capture_sizes
         runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens, sizes)
     runner.marks, runner.profiler = config.nvtx and device.type == "cuda", Profiler(device, config.torch_profiler_dir)
-    allocate_kv_cache(runner, config)
+    allocate_kv_cache(runner, config, progress)
     return runner
 
 

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from wavecore.frontend import progress_bars
-from wavecore.frontend.progress_bars import StartBar
+from wavecore.frontend.progress_bars import PHASES, StartBar
 
 
 def test_one_bar_that_only_grows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(progress_bars, "_hidden", lambda: False)
     seen: list[float] = []
     with StartBar(disable=False) as bar:
-        for phase in ("fetch", "import", "load", "kv_cache", "bind"):
+        for phase in PHASES:
             for fraction in (0.0, 0.5, 1.0, 0.0):
                 bar(0, phase, fraction)
                 seen.append(bar.n)
@@ -25,7 +25,7 @@ def test_one_bar_that_only_grows(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert len(set(seen)) > 10
     assert seen[-1] == 100
     shown = capsys.readouterr().err
-    for words in ("fetching the model", "importing torch", "loading weights", "sizing the KV cache", "binding"):
+    for words, _, _ in PHASES.values():
         assert words in shown
     assert "%/s" not in shown and "s/%" not in shown
 

@@ -81,7 +81,7 @@ class SupervisedChild:
         """Tell how far the start is; call it as often as you like, from any thread.
 
         Args:
-            phase: "load", "kv_cache", "warmup", ...
+            phase: "load", "warm_up", "kv_cache", ...; it may come back to one.
             fraction: of this phase, 0 to 1.
         """
         now = time.monotonic()
@@ -101,11 +101,11 @@ class SupervisedChild:
         cause = Cause(known.code, str(known)[:MAX_REPORT], self.phase, self.rank, traceback=text[-MAX_REPORT:])
         if self.group is not None:
             cause = cause.located(f"rank {self.rank}: ")
-        self._say({"failed": asdict(cause), "at": time.monotonic()})
+        self._say({"failed": asdict(cause)})
         return cause
 
     def _say(self, line: dict[str, Any]) -> None:
-        data = json.dumps(line).encode() + b"\n"
+        data = json.dumps({**line, "at": time.monotonic()}).encode() + b"\n"
         with (
             self._lock,
             contextlib.suppress(BrokenPipeError),

@@ -85,12 +85,14 @@ class RankEntry:
     Attributes:
         device: what it computes on, for people: "GPU 1", "GPU-8f3a2c1e", "cpu".
         state: starting, ready, or ended.
+        seconds: that each phase of its start took, once it is ready.
     """
 
     rank: Whole
     pid: Whole = 0
     device: Text = ""
     state: Text = "starting"
+    seconds: Annotated[Mapping[Text, float], Few] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

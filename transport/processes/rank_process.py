@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import selectors
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -64,6 +65,8 @@ class RankProcess:
         self.reason: Cause | None = None
         self.cause: Cause | None = None
         self._spec, self._selector, self._on_phase, self._on_change = spec, selector, on_phase, on_change
+        self._seconds: dict[str, float] = {}  # of each phase that is over
+        self._since = time.monotonic()
         self.child = Child(spec)
         self.entry = RankEntry(rank, self.child.pid, spec.device)
         self._status, self._log = LineReader(self.child.status_fd), LineReader(self.child.log_fd)
@@ -139,11 +142,12 @@ class RankProcess:
     def _on_status(self, line: str) -> None:
         try:
             said = parse_json(line)
+            at = ON_WIRE.real("", said["at"], 0.0, math.inf)
             if "phase" in said:
-                self.phase = str(said["phase"])
+                self._enter(str(said["phase"]), at)
                 self._on_phase(self.phase, ON_WIRE.real("", said["fraction"], 0.0, 1.0))
             elif "failed" in said:
-                self.failed_at = ON_WIRE.real("", said["at"], 0.0, math.inf)
+                self.failed_at = at
                 self.reason = from_plain(Cause, said["failed"])
             elif "ready" in said:
                 found = from_plain(EngineEntry, {**said["ready"], "index": 0})
@@ -151,7 +155,17 @@ class RankProcess:
                 # It counts the GPUs that it sees, and so calls its own "cuda:0"; whether it uses one it knows best.
                 own = self.resolved.get("device", "")
                 device = own if own == "cpu" else self._spec.device or own
-                self.entry = from_plain(RankEntry, {**asdict(self.entry), "device": device, "state": "ready"})
-                self.phase, self.endpoints = "serve", found
+                if self.phase != "serve":
+                    self._enter("serve", at)
+                    parts = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in self._seconds.items())
+                    logger.info("%s was ready after %.2f s: %s", self._spec.name, sum(self._seconds.values()), parts)
+                ready = {"device": device, "state": "ready", "seconds": self._seconds}
+                self.entry = from_plain(RankEntry, {**asdict(self.entry), **ready})
+                self.endpoints = found
         except (ProtocolError, KeyError, TypeError) as error:  # a child that was killed in the middle of a line, too
             logger.warning("%s said %.200r, which is no status: %s", self._spec.name, line, error)
+
+    def _enter(self, phase: str, at: float) -> None:
+        """It began with a phase, in which it may have been before."""
+        self._seconds[self.phase] = round(self._seconds.get(self.phase, 0.0) + at - self._since, 3)
+        self.phase, self._since = phase, at

@@ -2,10 +2,11 @@
 
 An engine is a group of processes, its ranks. One thread owns them all: it spawns them (they die with it, see
 child.SupervisedChild), reads their status and log pipes, sees their end by pidfd within a millisecond, and writes
-`deployment.json` before anybody else learns of a change. All that it knows of them are the lines on the status pipe:
+`deployment.json` before anybody else learns of a change. All that it knows of them are the lines on the status pipe,
+each with the time "at" which it was said, in seconds of the monotonic clock:
     {"phase": str, "fraction": float}    while starting; "bind" is the phase that takes the addresses
     {"ready": {"input", "output", "epoch", "resolved"}}    of a worker: {"resolved": {"device"}}
-    {"failed": fields of deployment.Cause, "at": seconds}    the last line of a child that ends on an error
+    {"failed": fields of deployment.Cause}    the last line of a child that ends on an error
 """
 
 from __future__ import annotations

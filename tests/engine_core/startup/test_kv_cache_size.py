@@ -33,6 +33,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOWER = "lower max_num_batched_tokens and max_num_seqs"
 
 
+def untold(_phase: str, _fraction: float) -> None:
+    """Nobody hears of the start's progress."""
+
+
 def spec(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, length: int) -> ModelSpec:
     return ModelSpec(
         architecture="LlamaForCausalLM",
@@ -183,7 +187,7 @@ def start(gpu: Gpu, model: ModelSpec, config: EngineConfig, noise: int = 0, crow
             device.take(gpu.tables(model, config, length))
         runner = Runner(device, model, length, block_size, config.dtype)
         runner.reserve_graphs = reserve_graphs
-        allocate_kv_cache(runner, config)  # type: ignore[arg-type]
+        allocate_kv_cache(runner, config, untold)  # type: ignore[arg-type]
         return runner
 
 
@@ -222,7 +226,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
         monkeypatch.setattr(kv_cache_size, "warm_up", warm_up)
         runner: Any = Runner(device, SPECS["tiny"], 4096, 16, "bfloat16")
         runner.reserve_graphs = reserve_graphs
-        return kv_cache_size.measure(runner, EngineConfig(**settings))
+        return kv_cache_size.measure(runner, EngineConfig(**settings), untold)
 
     return run
 
@@ -287,7 +291,7 @@ def size(monkeypatch: pytest.MonkeyPatch) -> Size:
         assert runner.block_bytes == 2 * MIB
         budget = replace(measured, utilization=1.0) if config.num_gpu_blocks_override else measured
         monkeypatch.setattr(kv_cache_size, "measure", lambda *_: (budget, reason))
-        allocate_kv_cache(runner, config)  # type: ignore[arg-type]
+        allocate_kv_cache(runner, config, untold)  # type: ignore[arg-type]
         return runner, runner.info.num_blocks
 
     return run

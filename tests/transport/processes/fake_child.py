@@ -89,17 +89,22 @@ def babble(child: SupervisedChild) -> None:
         b"5",
         b'"ready phase failed"',
         b"[" * 100_000,
-        b'{"phase": 3}',
-        b'{"phase": "x", "fraction": NaN}',
+        b'{"phase": 3, "at": 1}',
+        b'{"phase": "x", "fraction": NaN, "at": 1}',
     ]
     words += [
-        b'{"ready": null}',
-        b'{"ready": {"epoch": 1}}',
-        b'{"ready": {}}',
-        b'{"failed": []}',
-        b'{"failed": {"code": 5}}',
+        b'{"ready": null, "at": 1}',
+        b'{"ready": {"epoch": 1}, "at": 1}',
+        b'{"ready": {}, "at": 1}',
+        b'{"failed": [], "at": 1}',
+        b'{"failed": {"code": 5}, "at": 1}',
     ]
-    words += [b'{"new": "of a later version"}', b'{"phase": "x", "fraction": "half"}', b"\xff\xfe", b'{"pha']
+    words += [
+        b'{"new": "of a later version", "at": 1}',
+        b'{"phase": "x", "fraction": "half", "at": 1}',
+        b"\xff\xfe",
+        b'{"pha',
+    ]
     for word in words:
         os.write(child._status_fd, word + b"\n")
 

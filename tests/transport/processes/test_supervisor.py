@@ -55,6 +55,9 @@ def test_start_reports_progress_and_stop_leaves_nothing() -> None:
         assert found.engines[0].input == f"ipc://{runtime_dir}/engine0.in"
         assert runtime_dir.stat().st_mode & 0o777 == 0o700
         assert all(psutil.pid_exists(e.pid) for e in found.engines)
+        for engine in found.engines:
+            assert list(engine.ranks[0].seconds) == ["start", "load"]
+            assert all(0 <= seconds < 60 for seconds in engine.ranks[0].seconds.values())
     assert not runtime_dir.exists()
     assert not any(psutil.pid_exists(e.pid) for e in found.engines)
     with pytest.raises(StartError, match="no deployment"):

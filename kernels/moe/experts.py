@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW_ROWS, MANY_ROWS = 16, 64
-"""Rows of a tile: most experts have few of a decode step's tokens, and many of a prompt's."""
-BLOCK_N, BLOCK_K = 64, 64
 SCAN_BLOCK = 64
+Shape = tuple[int, int, int, int]
+"""Columns and places of a tile's products at once, warps, stages."""
 
 
 def moe(
@@ -40,7 +39,7 @@ def moe(
     if not tokens:
         return out
     pairs = tokens * top_k
-    rows = FEW_ROWS if pairs <= MANY_ROWS * experts else MANY_ROWS
+    rows, shape_up, shape_down = tile_shapes(pairs // experts, x.dtype)
     tiles = triton.cdiv(pairs, rows) + min(experts, pairs)  # at most: each expert's last one may be part empty
     weights = torch.empty(pairs, dtype=torch.float32, device=x.device)
     chosen = torch.empty(pairs, dtype=torch.int32, device=x.device)
@@ -55,14 +54,51 @@ def moe(
     )
     _tiles[(1,)](counts, tile_expert, experts, tiles, ROWS=rows, BLOCK=block_e, TILES=SCAN_BLOCK, num_warps=4)
     _sort[(triton.cdiv(pairs, 128),)](chosen, counts, order, experts, pairs, BLOCK=128, num_warps=4)
-    _up[(tiles, triton.cdiv(inner, BLOCK_N))](
-        x, gate_up, middle, order, tile_expert, top_k, hidden, inner, ROWS=rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K
+    block_n, block_k, warps, stages = shape_up
+    _up[(triton.cdiv(inner, block_n), tiles)](
+        x,
+        gate_up,
+        middle,
+        order,
+        tile_expert,
+        top_k,
+        hidden,
+        inner,
+        ROWS=rows,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        num_stages=stages,
     )
-    _down[(tiles, triton.cdiv(hidden, BLOCK_N))](
-        middle, down, parts, weights, order, tile_expert, hidden, inner, ROWS=rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K
+    block_n, block_k, warps, stages = shape_down
+    _down[(triton.cdiv(hidden, block_n), tiles)](
+        middle,
+        down,
+        parts,
+        weights,
+        order,
+        tile_expert,
+        hidden,
+        inner,
+        ROWS=rows,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        num_stages=stages,
     )
     _combine[(tokens, triton.cdiv(hidden, 1024))](parts, kv_slots, out, top_k, hidden, BLOCK=1024)
     return out
+
+
+def tile_shapes(pairs: int, dtype: torch.dtype) -> tuple[int, Shape, Shape]:
+    """Rows of a tile, and the shapes of both products, for so many pairs an expert (measured on an H200)."""
+    if dtype == torch.float32:  # exact products run outside the matrix units and want registers
+        return (16 if pairs <= 64 else 64), (64, 64, 4, 3), (64, 64, 4, 3)
+    if pairs <= 24:
+        return 16, (64, 128, 4, 4), (64, 128, 4, 3)
+    if pairs <= 96:
+        return 64, (64, 64, 4, 3), (128, 64, 8, 3)
+    return 128, (128, 64, 8, 3), (128, 64, 8, 3)
 
 
 @triton.jit
@@ -146,13 +182,13 @@ def _up(
     BLOCK_K: tl.constexpr,
 ):
     """A program (tile of ROWS pairs, BLOCK_N columns) writes middle[pair] = silu(x Wgate) * x Wup."""
-    expert = tl.load(tile_expert_ptr + tl.program_id(0)).to(tl.int64)
+    expert = tl.load(tile_expert_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
-    pair = tl.load(order_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
+    pair = tl.load(order_ptr + tl.program_id(1) * ROWS + tl.arange(0, ROWS))
     real = pair >= 0
     token = tl.where(real, pair // top_k, 0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < inner
     gate_row = (expert * 2 * inner + column) * hidden
     up_row = ((expert * 2 + 1) * inner + column) * hidden
@@ -189,13 +225,13 @@ def _down(
     BLOCK_K: tl.constexpr,
 ):
     """A program (tile of ROWS pairs, BLOCK_N columns) writes parts[pair] = weight * middle Wdown."""
-    expert = tl.load(tile_expert_ptr + tl.program_id(0)).to(tl.int64)
+    expert = tl.load(tile_expert_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
-    pair = tl.load(order_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
+    pair = tl.load(order_ptr + tl.program_id(1) * ROWS + tl.arange(0, ROWS))
     real = pair >= 0
     row = tl.where(real, pair, 0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < hidden
     weight_row = (expert * hidden + column) * inner
     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)

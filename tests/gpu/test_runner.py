@@ -18,7 +18,7 @@ from tests.support.checkpoints import assert_greedy, load_reference, make_config
 from tests.support.model_driver import ModelDriver, load
 
 from wavecore.engine_core.models.files import resolve_model
-from wavecore.engine_core.models.weights import Placed, Stored, fill
+from wavecore.engine_core.models.weights import Index, Placed, Stored, fill
 from wavecore.engine_core.startup import loader
 from wavecore.transport.errors import ModelError
 
@@ -100,8 +100,8 @@ def test_weights_are_read_straight_to_the_gpu(tmp_path: Path, monkeypatch: pytes
     read: list[torch.Tensor] = []
 
     def noting(placed: Placed, *args: Any) -> Any:
-        def note(tensor: Stored) -> torch.Tensor:
-            read.append(tensor.read())
+        def note(tensor: Stored, index: Index) -> torch.Tensor:
+            read.append(tensor.read(index))
             return read[-1]
 
         return fill([(replace(tensor, read=partial(note, tensor)), part) for tensor, part in placed], *args)

@@ -25,8 +25,8 @@ def shared_memory(device: torch.device) -> int:
 
 
 @cache
-def early(device: torch.device) -> dict[str, Any]:
+def early(device: torch.device, wanted: bool = True) -> dict[str, Any]:
     """How to launch a kernel that calls `chain.follow`: before its predecessor ends, from compute capability 9.0 on."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}

@@ -44,6 +44,8 @@ def decode_attention(
         batch.shared[key] = make_ranges(batch, programs, heads, dim, window, tile)
     ranges: Ranges = batch.shared[key]
     block_d = max(LEAST_BLOCK_D, triton.next_power_of_2(dim))
+    # beside the end of another kernel, the programs of many rows would not spread evenly over the multiprocessors
+    launch = early(q.device, tokens == 1)
     _decode[(len(ranges.first_row), kv_heads)](
         q,
         kv_cache,
@@ -70,7 +72,7 @@ def decode_attention(
         ROW_COST=ROW_COST,
         num_warps=warps,
         num_stages=stages,
-        **early(q.device),
+        **launch,
     )
     _merge[(max(rows, tokens) if zero_padding else rows, heads)](
         batch.query_start,
@@ -85,7 +87,7 @@ def decode_attention(
         BLOCK_P=MERGE_BLOCK,
         ROW_COST=ROW_COST,
         num_warps=1 if dim <= 128 else 2,
-        **early(q.device),
+        **launch,
     )
 
 

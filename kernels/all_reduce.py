@@ -48,7 +48,7 @@ class PeerBuffers:
     @staticmethod
     def num_bytes(area: int) -> int:
         """Size of a buffer."""
-        return CHANNELS * (8 * LINE.value + 2 * area)
+        return CHANNELS * (8 * int(LINE.value) + 2 * area)
 
     def hold(self, x: Tensor) -> bool:
         """Whether x [T, H] is small enough."""

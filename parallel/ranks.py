@@ -59,7 +59,7 @@ def join(
     if on_gpu and custom_all_reduce:
         from wavecore.parallel.peer_memory import reaches_peers, share_buffers
 
-        if ranks.least(reaches_peers(device, size)):
+        if ranks.least(int(reaches_peers(device, size))):
             ranks.peers = share_buffers(dist.group.WORLD, device)
             ranks.least(0)  # the zeros are there on all ranks
     return ranks

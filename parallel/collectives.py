@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from wavecore.kernels import ops
+
+if TYPE_CHECKING:
+    from wavecore.kernels.all_reduce import PeerBuffers
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 
@@ -33,6 +38,12 @@ class Collectives(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, which it may overwrite."""
 
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float
+    ) -> tuple[Tensor, Tensor]:
+        """`ops.add_rms_norm` of the sum of all ranks' x, which counts as an `all_reduce`."""
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, weight_offset)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' x [n, ...], in order: [size, n, ...]."""
 
@@ -40,7 +51,7 @@ class Collectives(Protocol):
         """The least of all ranks' numbers. For the start: it waits for the device."""
 
 
-class Alone:
+class Alone(Collectives):
     """A group of one rank."""
 
     rank, size, calls = 0, 1, 0
@@ -55,7 +66,7 @@ class Alone:
         return value
 
 
-class ProcessGroup:
+class ProcessGroup(Collectives):
     """Ranks in processes of their own, over NCCL or gloo.
 
     Args:
@@ -63,6 +74,9 @@ class ProcessGroup:
         device: of this rank's tensors.
         wait_for: told, on a CPU, the rank that this one waits for, and None when it waits no more. Of ranks that all
             wait for the next one, only one that does not is to blame.
+
+    Attributes:
+        peers: where small sums are done without NCCL; None where they are not.
     """
 
     def __init__(
@@ -72,11 +86,23 @@ class ProcessGroup:
         self._waits = device.type == "cpu"
         self._wait_for = wait_for
         self.rank, self.size, self.calls = group.rank(), group.size(), 0
+        self.peers: PeerBuffers | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         with self._call():
-            dist.all_reduce(x, group=self._group)
+            if self.peers is not None and self.peers.hold(x):
+                self.peers.all_reduce(x)
+            else:
+                dist.all_reduce(x, group=self._group)
         return x
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float
+    ) -> tuple[Tensor, Tensor]:
+        if self.peers is None or not self.peers.hold(x) or ops.add_rms_norm.custom is not None:
+            return super().add_rms_norm(x, residual, weight, eps, weight_offset)
+        with self._call():
+            return self.peers.add_rms_norm(x, residual, weight, eps, weight_offset)
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device)

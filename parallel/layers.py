@@ -50,12 +50,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.addmm(bias[:, None], weight, x.t()).t().contiguous()
 
 
-def reduced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Collectives) -> Tensor:
-    """`linear` of which this rank has some input columns: x [T, in / size], weight [out, in / size]."""
-    if group.size == 1:
-        return linear(x, weight, bias)
-    out = group.all_reduce(linear(x, weight))
-    return out if bias is None else out.add_(bias)
+def partial_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Collectives) -> Tensor:
+    """`linear` of which this rank has some input columns; the sum over ranks is the whole.
+
+    Args:
+        x: [T, in / size].
+        weight: [out, in / size].
+        bias: the whole one, which rank 0 adds.
+    """
+    return linear(x, weight, bias if group.rank == 0 else None)
 
 
 def embedding(token_ids: Tensor, weight: Tensor, group: Collectives) -> Tensor:

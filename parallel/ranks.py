@@ -21,7 +21,12 @@ TIMEOUT = timedelta(days=1)
 
 
 def join(
-    store_fd: int, rank: int, size: int, device: torch.device, wait_for: Callable[[int | None], object]
+    store_fd: int,
+    rank: int,
+    size: int,
+    device: torch.device,
+    wait_for: Callable[[int | None], object],
+    custom_all_reduce: bool = True,
 ) -> ProcessGroup:
     """Meet the other ranks of this group; returns when all are there.
 
@@ -32,6 +37,10 @@ def join(
         store_fd: an anonymous file that all ranks inherited.
         device: of this rank's tensors. On a GPU NCCL sets its communicator up at once, rather than in a later capture.
         wait_for: see `ProcessGroup`.
+        custom_all_reduce: sum small tensors by a kernel of ours, where the GPUs reach each other's memory.
+
+    Raises:
+        ResourceError: they do, and yet the driver shares none.
     """
     for name, value in (LOOPBACK | QUIET).items():
         os.environ.setdefault(name, value)
@@ -46,4 +55,11 @@ def join(
         device_id=device if on_gpu else None,
     )
     assert dist.group.WORLD is not None
-    return ProcessGroup(dist.group.WORLD, device, wait_for)
+    ranks = ProcessGroup(dist.group.WORLD, device, wait_for)
+    if on_gpu and custom_all_reduce:
+        from wavecore.parallel.peer_memory import reaches_peers, share_buffers
+
+        if ranks.least(int(reaches_peers(device, size))):
+            ranks.peers = share_buffers(dist.group.WORLD, device)
+            ranks.least(0)  # the zeros are there on all ranks
+    return ranks

@@ -55,13 +55,13 @@ TIERS = {
     ),
     "parallel": (
         ("layers", "ranks"),
-        ("collectives", "wave"),
+        ("collectives", "peer_memory", "wave"),
     ),
     "kernels": (
         ("ops",),
         ("check",),
         ("examples",),
-        ("attention", "moe", "sampling", "activation", "copies", "kv_write", "norm", "prepare"),
+        ("attention", "moe", "sampling", "activation", "all_reduce", "copies", "kv_write", "norm", "prepare"),
         ("reference",),
         ("batch", "device"),
     ),

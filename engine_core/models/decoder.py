@@ -6,6 +6,7 @@
     logits = norm(x + r) Wlm_head                      for the rows that sample
 
 The residual r is added inside the norm, so a layer has two fused norms, four matrix products and three other kernels.
+Where ranks share the model, each has a part of x behind a Wo or Wdown, and the next norm is of the sum over ranks.
 In a mixture of experts the MLP is a router's product and `ops.moe`, and perhaps an expert that all tokens share.
 """
 
@@ -23,7 +24,7 @@ from wavecore.engine_core.models.weights import Parameters
 from wavecore.kernels import ops
 from wavecore.kernels.batch import Batch
 from wavecore.parallel.collectives import ALONE, Collectives
-from wavecore.parallel.layers import embedding, gathered_linear, linear, reduced_linear
+from wavecore.parallel.layers import embedding, gathered_linear, linear, partial_linear
 
 Observer = Callable[[int, Tensor], None]
 Collective = tuple[str, tuple[int, int]]
@@ -106,7 +107,10 @@ class Decoder:
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         residual: Tensor | None = None
         for i, layer in enumerate(self.layers):
-            x, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps, offset)
+            if residual is None:
+                x, residual = ops.add_rms_norm(x, None, layer.input_norm, eps, offset)
+            else:
+                x, residual = self._summed_norm(x, residual, self.layers[i - 1].post_mlp_norm, layer.input_norm)
             qkv = linear(x, layer.qkv, layer.qkv_bias)
             table = self.tables[spec.rope_of_layer[i]]
             q = ops.qk_norm_rope_kv_write(
@@ -115,19 +119,29 @@ class Decoder:
             if observe is not None:
                 observe(i, q)
             x = ops.paged_attention(q, kv_cache, i, batch, spec.scale, spec.attn_soft_cap, spec.windows[i])
-            x = reduced_linear(x, layer.o, layer.o_bias, self.group)
-            if layer.post_attn_norm is not None:
-                x, _ = ops.add_rms_norm(x, None, layer.post_attn_norm, eps, offset)
-            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps, offset)
+            x = partial_linear(x, layer.o, layer.o_bias, self.group)
+            x, residual = self._summed_norm(x, residual, layer.post_attn_norm, layer.mlp_norm)
             x = self._mlp(layer, x) if layer.router is None else self._experts(layer, x, batch)
-            if layer.post_mlp_norm is not None:
-                x, _ = ops.add_rms_norm(x, None, layer.post_mlp_norm, eps, offset)
         assert residual is not None
-        return x, residual
+        last_norm = self.layers[-1].post_mlp_norm
+        if last_norm is None:
+            return self.group.all_reduce(x), residual
+        return self.group.add_rms_norm(x, None, last_norm, eps, offset)[0], residual
+
+    def _summed_norm(
+        self, x: Tensor, residual: Tensor, post_norm: Tensor | None, norm: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Normalised sum of the residual and all ranks' x, and the sum; the ranks' sum is normalised, too, in Gemma."""
+        eps, offset = self.spec.rms_norm_eps, self.spec.norm_offset
+        if post_norm is None:
+            return self.group.add_rms_norm(x, residual, norm, eps, offset)
+        x, _ = self.group.add_rms_norm(x, None, post_norm, eps, offset)
+        return ops.add_rms_norm(x, residual, norm, eps, offset)
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        """This rank's part of the MLP."""
         inner, down = self._inner(layer, x)
-        return reduced_linear(inner, down, layer.down_bias, self.group)
+        return partial_linear(inner, down, layer.down_bias, self.group)
 
     def _inner(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, inner width], and what it is to be multiplied with."""
@@ -136,14 +150,14 @@ class Decoder:
         return activation(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down
 
     def _experts(self, layer: Layer, x: Tensor, batch: Batch) -> Tensor:
-        """A mixture of experts; padding goes to none."""
+        """This rank's part of a mixture of experts; padding goes to none."""
         gate_up, down, spec = layer.experts_gate_up, layer.experts_down, self.spec
         assert layer.router is not None and gate_up is not None and down is not None
         scores = linear(x, layer.router)
         out = ops.moe(x, scores, gate_up, down, batch.kv_slots, spec.experts_per_token, spec.norm_experts)
         if layer.shared_gate is not None:
             out += linear(x, layer.shared_gate).sigmoid_() * linear(*self._inner(layer, x))
-        return self.group.all_reduce(out)
+        return out
 
     def sums(self, num_tokens: int) -> list[Collective]:
         """What `embed` and `forward` of so many tokens do with the other ranks."""

@@ -96,6 +96,7 @@ def _load(config: EngineConfig, progress: Callable[[str, float], None], group: G
     from wavecore.parallel.ranks import join
 
     def meet(device: torch.device) -> Collectives:
-        return join(group.store_fd, group.rank, group.ranks, device, group.progress.wait_for)
+        kernel = not config.disable_custom_all_reduce
+        return join(group.store_fd, group.rank, group.ranks, device, group.progress.wait_for, kernel)
 
     return load_runner(config, source, progress, meet)

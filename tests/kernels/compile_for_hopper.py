@@ -11,9 +11,15 @@ import sys
 import torch
 from tests.kernels.compile_only import compile_only
 
+from wavecore.kernels.all_reduce import PeerBuffers
 from wavecore.kernels.attention.paged import paged_attention
 from wavecore.kernels.examples import EXAMPLES, make_batch, make_kv_cache
 from wavecore.kernels.ops import OPERATIONS
+
+
+def two_ranks(area: int) -> PeerBuffers:
+    """Buffers of which nothing is read."""
+    return PeerBuffers(tuple(torch.zeros(2, PeerBuffers.num_bytes(area) // 8, dtype=torch.int64)), 0, area)
 
 
 def main() -> None:
@@ -27,6 +33,7 @@ def main() -> None:
     batch, num_blocks = make_batch([1, 1], [70, 3], 16)  # decode alone, which zeroes its padding
     q = torch.zeros(2, 8, 128, dtype=torch.bfloat16)
     paged_attention(q, make_kv_cache(num_blocks, 1, 2, 16, 128, like), 0, batch, 0.1)
+    two_ranks(2 * 128).add_rms_norm(like.new_zeros(3, 128), None, like.new_zeros(128), 1e-5, 0.0)
     assert all(kernel.asm["cubin"] for _, kernel in launched)
     print(*sorted({name for name, _ in launched}))
 

@@ -19,6 +19,7 @@ from wavecore.engine_core.models.files import open_model
 from wavecore.engine_core.startup.loader import load_runner
 from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
 from wavecore.engine_core.tensor_parallel.worker import Worker
+from wavecore.parallel.collectives import Collectives
 from wavecore.transport.processes import group_memory
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.stall import ProgressPage
@@ -37,8 +38,8 @@ class Board:
         self.calls = 0
 
 
-class ThreadRank:
-    """`parallel.collectives.Collectives` of one of the threads."""
+class ThreadRank(Collectives):
+    """One of the threads."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self._board, self.rank, self.size, self.calls = board, rank, len(board.places), 0

@@ -1,0 +1,54 @@
+"""Memory of every rank that the GPUs of all ranks reach directly, for sums over ranks without NCCL."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from wavecore.kernels.all_reduce import CHANNELS, PeerBuffers
+from wavecore.transport.errors import ResourceError
+
+MOST_BYTES = {2: 8 << 20, 4: 2 << 20, 8: 1 << 20}
+"""By number of ranks, the largest sum that `kernels.all_reduce` does: it reads the parts of all peers. NCCL moves less
+than two parts, but takes longer to begin; `scripts/bench_all_reduce.py` shows where they meet."""
+NEEDED = (2, 3)
+"""CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED and _NATIVE_ATOMIC_SUPPORTED, which not all of PCIe has (driver API)."""
+
+
+def reaches_peers(device: torch.device, size: int) -> bool:
+    """Whether kernels of `device`, of the GPUs 0 to size - 1, can use the memory of the others as their own, flags
+    included; and a sum over so many is known."""
+    driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+
+    def has(attribute: int, peer: int) -> bool:
+        failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), attribute, device.index, peer)
+        return not failed and found.value > 0
+
+    peers = [peer for peer in range(size) if peer != device.index]
+    return size in MOST_BYTES and all(has(attribute, peer) for attribute in NEEDED for peer in peers)
+
+
+def share_buffers(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers:
+    """Allocate this rank's buffer and map those of its peers. All ranks call it, before any capture of a CUDA graph;
+    none may use the buffers before all have returned and their devices have come so far.
+
+    The ranks meet at the group's store, and hand each other file descriptors at a socket in TMPDIR.
+
+    Raises:
+        ResourceError: the driver refuses, or there is no room.
+    """
+    area = MOST_BYTES[group.size()] // CHANNELS
+    numbers = PeerBuffers.num_bytes(area) // 8
+    try:
+        own = symmetric_memory.empty(numbers, dtype=torch.int64, device=device).zero_()
+        peers = symmetric_memory.rendezvous(own, group)
+    except RuntimeError as error:
+        raise ResourceError(
+            f"no memory is shared with the other GPUs: {error}; set disable_custom_all_reduce"
+        ) from error
+    # `own` keeps the mappings of all of them alive.
+    buffers = [own if r == group.rank() else peers.get_buffer(r, (numbers,), torch.int64) for r in range(group.size())]
+    return PeerBuffers(tuple(buffers), group.rank(), area)

@@ -61,9 +61,12 @@ TIERS = {
         ("ops",),
         ("check",),
         ("examples",),
-        ("attention", "moe", "sampling", "activation", "all_reduce", "copies", "kv_write", "norm", "prepare"),
+        (
+            *("attention", "moe", "sampling"),
+            *("activation", "all_reduce", "copies", "kv_write", "norm", "prepare", "row_linear"),
+        ),
         ("reference",),
-        ("batch", "device"),
+        ("batch", "chain", "device"),
     ),
     "transport": (
         ("io", "processes"),

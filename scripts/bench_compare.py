@@ -4,12 +4,12 @@
     python scripts/bench_compare.py --plot FILE DOCS
 
 `make_checkpoint.py` makes the folders; SITE is where vLLM is installed when it is not importable as it is. Each engine
-is a process with fresh compile caches. Every workload runs once to warm up (graphs are captured in that pass, and its
-time is told apart), then `--repeats` times; prefix caches are emptied before each. The rows that the host decides are
-measured with both engines resident, in turn (A B A B), since a process keeps the pace it has; the others with one
-engine after the other, with 1,024 places. `--settings` and `--peer-settings` set more, for instance
-`{"tensor_parallel_size": 2}`; each engine then has the machine to itself. `--curves` adds batches of 1 to 512 and
-contexts of 256 to 16k; `--plot` draws these (needs matplotlib).
+is a process; the first of its kind starts with empty compile caches. Every workload runs once to warm up (graphs are
+captured in that pass, and its time is told apart), then `--repeats` times; prefix caches are emptied before each. The
+rows that the host decides are measured with both engines resident, in turn (A B A B), since a process keeps the pace it
+has; the others with one engine after the other, with 1,024 places. `--settings` and `--peer-settings` set more, for
+instance `{"tensor_parallel_size": 2}`; each engine then has the machine to itself. `--curves` adds batches of 1 to 512
+and contexts of 256 to 16k; `--plot` draws these (needs matplotlib).
 """
 
 from __future__ import annotations
@@ -85,18 +85,19 @@ def spread(seconds: Sequence[float]) -> str:
 
 
 class Engine:
-    """An engine in a process of its own, with compile caches that are empty at its start.
+    """An engine in a process of its own, with compile caches in a folder of the caller's.
 
     Attributes:
         ready_after: seconds from its start until it takes requests.
         first_token_after: ... until a first one was answered.
     """
 
-    def __init__(self, name: str, folder: Path, settings: Mapping[str, Any], peer_path: str | None) -> None:
-        self._caches = tempfile.TemporaryDirectory(prefix="bench-caches-")
+    def __init__(
+        self, name: str, folder: Path, settings: Mapping[str, Any], caches: str, peer_path: str | None
+    ) -> None:
         environment = dict(os.environ)
         for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
-            environment[variable] = f"{self._caches.name}/{variable.lower()}"
+            environment[variable] = f"{caches}/{variable.lower()}"
         script = Path(__file__)
         if name == "vllm":
             script = script.with_name("bench_peer_vllm.py")
@@ -143,7 +144,6 @@ class Engine:
             self._process.kill()
             self._process.wait()
         self._answers.close()
-        self._caches.cleanup()
 
     def seconds(self, workload: str) -> float:
         assert self._process.stdin is not None
@@ -179,8 +179,8 @@ def rounds(
 class Comparison:
     """All rows of one run, and how long its engines took to start."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+    def __init__(self, args: argparse.Namespace, caches: str) -> None:
+        self.args, self._caches = args, Path(caches)
         self.rows: list[Row] = []
         self.starts: list[dict[str, Any]] = []
 
@@ -205,11 +205,15 @@ class Comparison:
 
     def _started(self, name: str, folder: Path, settings: Mapping[str, Any]) -> Engine:
         more = self.args.settings if name == "wavecore" else self.args.peer_settings
-        engine = Engine(name, folder, {**settings, **more}, self.args.peer_path)
-        start = {"model": folder.name, "engine": name, "ready": engine.ready_after, "token": engine.first_token_after}
-        self.starts.append(start)
+        caches = self._caches / f"{folder.name}-{name}"
+        state = "filled" if caches.exists() else "empty"
+        caches.mkdir(exist_ok=True)
+        engine = Engine(name, folder, {**settings, **more}, str(caches), self.args.peer_path)
         ready, token = engine.ready_after, engine.first_token_after
-        print(f"{folder.name}: {name} ready after {ready:.1f} s, first token after {token:.1f} s", flush=True)
+        self.starts.append({"model": folder.name, "engine": name, "caches": state, "ready": ready, "token": token})
+        print(
+            f"{folder.name}: {name}, {state} caches: ready after {ready:.1f} s, first token {token:.1f} s", flush=True
+        )
         return engine
 
     def _add(
@@ -284,9 +288,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{machine()}\n")
     print(f"| {' | '.join(COLUMNS)} |\n|---|---|{'---:|' * (len(COLUMNS) - 2)}", flush=True)
     names = [*(args.only or WORKLOADS), *(BATCHES + CONTEXTS if args.curves else [])]
-    comparison = Comparison(args)
-    for folder in args.models:
-        comparison.model(folder, names)
+    with tempfile.TemporaryDirectory(prefix="bench-caches-") as caches:
+        comparison = Comparison(args, caches)
+        for folder in args.models:
+            comparison.model(folder, names)
 
 
 if __name__ == "__main__":

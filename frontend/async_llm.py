@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
-from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.request_options import RequestOptions, embedding_options
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.base import BaseLLM
 from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS, Mailbox, OutputKind
-from wavecore.frontend.client.notifiers import LoopNotifier
+from wavecore.frontend.client.notifiers import LoopNotifiers
 from wavecore.frontend.client.service import MAX_ID, Service, make_supervisor
 from wavecore.frontend.client.utilities import Inspection, beside_loop
 from wavecore.frontend.compat import engine_config
@@ -25,10 +23,12 @@ from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
 from wavecore.frontend.text.messages import ChatOptions, Tools
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import ValidationError, WavecoreError
+from wavecore.transport.processes.supervisor import Supervisor
 from wavecore.transport.wire.checks import OF_REQUEST
 
 MAX_IDS = 1 << 20
 LONG_TEXT = 2_000  # characters; encoding more would hold the event loop up for milliseconds
+Started = TypeVar("Started", Service, contextlib.ExitStack)
 
 
 class AsyncLLM(BaseLLM):
@@ -47,13 +47,14 @@ class AsyncLLM(BaseLLM):
         config = engine_config({"model": str(model), **settings})
         llm = cls.__new__(cls)
         with StartBar(config.disable_tqdm) as bar:
-            llm._attach(await _start_beside_loop(config, bar))
+            supervisor = make_supervisor(config)
+            llm._attach(await start_beside_loop(supervisor, partial(Service.start, config, bar, supervisor)))
         return llm
 
     def _attach(self, service: Service) -> None:
         service.start_text_threads()
         super()._attach(service)
-        self._notifiers = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopNotifier]()
+        self._notifiers = LoopNotifiers()
         self._by_id: dict[str, Mailbox] = {}
 
     # --- generation ----------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class AsyncLLM(BaseLLM):
         # From here to the end there is one `try`, and no await before it: a cancelled task leaves nothing.
         if request.request_id in self._by_id:
             raise ValidationError("request_id", f"{request.request_id!r:.60} is the id of a request that runs")
-        notifier = self._notifier()
+        notifier = self._notifiers.here()
         mailbox = self._service.mailbox(request, notifier, kind)
         try:
             self._by_id[request.request_id] = mailbox
@@ -212,17 +213,14 @@ class AsyncLLM(BaseLLM):
             return await self._service.beside_loop(partial(self._service.encode, found), options)
         return self._service.encode(found)
 
-    def _notifier(self) -> LoopNotifier:
-        loop = asyncio.get_running_loop()
-        if loop not in self._notifiers:
-            self._notifiers[loop] = LoopNotifier(loop)
-        return self._notifiers[loop]
 
+async def start_beside_loop(supervisor: Supervisor, start: Callable[[], Started]) -> Started:
+    """What `start` gives, in a thread; cancelling ends the start, and only returns when nothing is left of it.
 
-async def _start_beside_loop(config: EngineConfig, bar: StartBar) -> Service:
-    """`Service.start` in a thread; cancelling ends the start, and only returns when nothing is left of it."""
-    supervisor = make_supervisor(config)
-    starting = asyncio.create_task(asyncio.to_thread(Service.start, config, bar, supervisor))
+    Args:
+        supervisor: that `start` starts.
+    """
+    starting = asyncio.create_task(asyncio.to_thread(start))
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:

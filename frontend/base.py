@@ -52,6 +52,7 @@ class BaseLLM:
         *,
         key_file: str | Path | None = None,
         tokenizer: str | Path | None = None,
+        stage: str = "",
     ) -> Self:
         """A client of a running engine; any number may attach, from any process. `shutdown` only lets go of it.
 
@@ -61,6 +62,7 @@ class BaseLLM:
             timeout: seconds until the engine must have answered.
             key_file: for an address: a copy of `keys/client.key` in the engine's runtime directory.
             tokenizer: a folder or tokenizer.json, where the engine's is not on this machine.
+            stage: of a `ModelPipeline`, whose stages have a model each.
 
         Raises:
             ConfigError: an argument that cannot be.
@@ -73,7 +75,7 @@ class BaseLLM:
         own = None if tokenizer is None else OF_SETTING.path("tokenizer", tokenizer)
         where = where_it_runs(runtime_dir, key_file)
         llm = cls.__new__(cls)
-        llm._attach(Service(where, None, timeout, own))
+        llm._attach(Service(where, None, timeout, own, stage))
         return llm
 
     def _start(self, config: EngineConfig) -> None:

@@ -32,7 +32,7 @@ TIERS = {
         ("cli", "fixtures"),
         ("load", "serve"),
         ("vllm",),
-        ("llm",),
+        ("llm", "pipeline"),
         ("async_llm",),
         ("base",),
         ("client",),

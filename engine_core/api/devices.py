@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,12 @@ class Placement:
     env: Mapping[str, str]
 
 
+StagePlaces = Mapping[str, tuple[EngineConfig, list[list[Placement]]]]
+"""Stage of a pipeline -> its settings, and the ranks of each of its engines."""
+
+
 def places(
-    config: EngineConfig, environ: Mapping[str, str] = os.environ, root: Path = Path("/")
+    config: EngineConfig, environ: Mapping[str, str] = os.environ, root: Path = Path("/"), sharing: int | None = None
 ) -> list[list[Placement]]:
     """The ranks of each engine of a deployment: neighbours over the GPUs, or equal shares of the CPU's cores.
 
@@ -48,6 +54,7 @@ def places(
 
     Args:
         environ, root: of this program; tests give others.
+        sharing: ranks of a pipeline, which may share the CPU's cores; None: these alone.
 
     Raises:
         ConfigError: too few GPUs, or no such device; with both numbers.
@@ -57,8 +64,9 @@ def places(
         device = "cpu"
     count, number, visible = engines * ranks, cuda_number(device), visible_gpus(environ, root)
     if device == "cpu" or (device == "auto" and not visible):
-        share = {THREADS: str(max(1, len(os.sched_getaffinity(0)) // count))}
-        return [[Placement("cpu", device, {} if count == 1 or THREADS in environ else share)] * ranks] * engines
+        sharing = sharing or count
+        share = {THREADS: str(max(1, len(os.sched_getaffinity(0)) // sharing))}
+        return [[Placement("cpu", device, {} if sharing == 1 or THREADS in environ else share)] * ranks] * engines
     if count == 1 and visible is None:  # CUDA may know of one
         return [[Placement(device, device, {})]]
     visible = visible or []
@@ -70,6 +78,39 @@ def places(
             f"; look at nvidia-smi and {VISIBLE}, lower either size, or set device cpu"
         )
     return [_neighbours(gpus[first : first + ranks], device) for first in range(0, count, ranks)]
+
+
+def stage_places(
+    stages: Mapping[str, tuple[EngineConfig, Sequence[int]]],
+    environ: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+) -> StagePlaces:
+    """The ranks of each engine of each stage of a pipeline. Stages may share a GPU, and share the CPU's cores.
+
+    Args:
+        stages: by name the settings, and the numbers of visible GPUs, one a rank; on a CPU these are not read.
+
+    Raises:
+        ConfigError: no such GPUs, too few or too many, or shares of one GPU's memory that add up to more than 1.
+    """
+    visible = visible_gpus(environ, root) or []
+    ranks = sum(config.data_parallel_size * config.tensor_parallel_size for config, _ in stages.values())
+    found, shares = {}, defaultdict[str, dict[str, float]](dict)
+    for name, (config, gpus) in stages.items():
+        own = [visible[gpu] for gpu in dict.fromkeys(gpus) if gpu < len(visible)]
+        engines = places(config, {**environ, VISIBLE: ",".join(own)} if own else environ, root, ranks)
+        used = {place.name for place in chain(*engines)} - {"cpu"}
+        if visible and used and not len(used) == len(own) == len(gpus):
+            way_out = f"name {len(used)} of the {len(visible)} visible ones, one a rank"
+            raise ConfigError(f"stage {name}: gpus are {list(gpus)}; {way_out}")
+        found[name] = config, engines
+        for gpu in used:
+            shares[gpu][name] = config.gpu_memory_utilization
+    for gpu, share in shares.items():
+        if sum(share.values()) > 1.0 + 1e-9:  # of floats: 0.3, 0.3 and 0.4 are more than 1
+            each = " + ".join(f"{part:g} ({stage})" for stage, part in share.items())
+            raise ConfigError(f"{gpu}: gpu_memory_utilization of its stages is {each}; lower them to 1 in all")
+    return found
 
 
 def _neighbours(gpus: Sequence[str], device: str) -> list[Placement]:

@@ -22,7 +22,7 @@ from wavecore.transport.processes.deployment import Deployment
 
 ANSWER_SECONDS = 3.0  # an engine that takes longer counts as silent
 LOAD = ("running", "waiting", "cache_usage")
-COLUMNS = ("engine", "rank", "device", "pid", "state", *LOAD, "epoch", "restarts", "last cause")
+COLUMNS = ("engine", "stage", "rank", "device", "pid", "state", *LOAD, "epoch", "restarts", "last cause")
 
 
 def run(args: Sequence[str]) -> int:
@@ -69,14 +69,15 @@ def _loads(folder: Path, found: Deployment) -> dict[int, dict[str, Any]]:
 
 
 def _table(found: Mapping[str, Any]) -> str:
-    rows: list[tuple[str, ...]] = [COLUMNS]
+    columns = [name for name in COLUMNS if name != "stage" or any(engine["stage"] for engine in found["engines"])]
+    rows: list[tuple[str, ...]] = [tuple(columns)]
     for engine in found["engines"]:
         cause = (engine["last_cause"] or {}).get("message", "")
         load = engine["load"] or dict.fromkeys(LOAD, "-")
         first = {**engine, **load, "epoch": engine["epoch"][:8], "last cause": cause}  # in its first row alone
         for place, rank in enumerate(engine["ranks"] or [{"rank": 0}]):
             shown = {**({} if place else first), **rank, "engine": engine["index"], "state": engine["state"]}
-            rows.append(tuple(str(shown.get(name, "")) for name in COLUMNS))
+            rows.append(tuple(str(shown.get(name, "")) for name in columns))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join([f"{found['runtime_dir']}: {found['state']}", *lines])

@@ -46,26 +46,30 @@ CLOSED = "this client was closed (shutdown); make a new one"
 
 
 class EngineClient:
-    """A client of every engine of a deployment.
+    """A client of every engine of a deployment, or of one stage of a pipeline.
 
     Args:
         runtime_dir: where deployment.json lies, or an address in its place.
         timeout: seconds until the first engine must have answered.
+        stage: whose engines; "" where there are no stages. None takes all, for calls alone: their models may differ.
 
     Raises:
-        StartError: no deployment there, or no answer in time.
+        StartError: no deployment there, or no such stage, or no answer in time.
         EngineDead: the deployment is over; with the cause.
         Overloaded: the engine has as many clients as it takes.
         ResourceError: too few descriptors or threads.
     """
 
-    def __init__(self, runtime_dir: str | Path | Address, *, timeout: float = 30.0) -> None:
+    def __init__(self, runtime_dir: str | Path | Address, *, timeout: float = 30.0, stage: str | None = None) -> None:
         self._runtime_dir = runtime_dir if isinstance(runtime_dir, Address) else Path(runtime_dir)
-        found = deployment.read(self._runtime_dir)
+        found = deployment.read(self._runtime_dir).engines
+        stages, found = {entry.stage for entry in found}, tuple(e for e in found if stage in (None, e.stage))
+        if stages and not found:
+            raise StartError(f"no stage {stage!r} in {runtime_dir}; connect with stage=: {', '.join(sorted(stages))}")
         # For each engine: of four sockets, and of two connections
-        check_headroom(f"a client of {len(found.engines)} engines", 6 * len(found.engines), 0)
-        self._engines = {entry.index: RemoteEngine(entry.index) for entry in found.engines}
-        self.num_engines = len(self._engines)
+        check_headroom(f"a client of {len(found)} engines", 6 * len(found), 0)
+        self._engines = {entry.index: RemoteEngine(entry.index) for entry in found}
+        self.num_engines, self.first_engine = len(self._engines), min(self._engines, default=0)
         self._closed = ""  # why nothing can be sent any more
         self._refused: WavecoreError | None = None  # why no engine takes this client, or ever will
         self._sweeping = False  # a look at the deadlines is scheduled

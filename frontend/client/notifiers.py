@@ -71,6 +71,17 @@ class LoopNotifier:
                 on_news(mailbox)
 
 
+class LoopNotifiers(weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopNotifier]):
+    """Of each loop that streams are read in, its notifier."""
+
+    def here(self) -> LoopNotifier:
+        """Of the loop that runs."""
+        loop = asyncio.get_running_loop()
+        if loop not in self:
+            self[loop] = LoopNotifier(loop)
+        return self[loop]
+
+
 def _settle(future: asyncio.Future[None], _mailbox: Mailbox) -> None:
     if not future.done():
         future.set_result(None)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from wavecore.engine_core.api.config import MEMORY_ADVICE, SLOW_START_ADVICE, EngineConfig
-from wavecore.engine_core.api.devices import Placement, places
+from wavecore.engine_core.api.devices import Placement, StagePlaces, places
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
@@ -55,13 +55,18 @@ class Service:
     """
 
     def __init__(
-        self, runtime_dir: Path | Address, supervisor: Supervisor | None, timeout: float, tokenizer: Path | None = None
+        self,
+        runtime_dir: Path | Address,
+        supervisor: Supervisor | None,
+        timeout: float,
+        tokenizer: Path | None = None,
+        stage: str = "",
     ) -> None:
         self.runtime_dir = runtime_dir
         self._supervisor = supervisor
         self._numbers = itertools.count()
         self._text_threads: ThreadPoolExecutor | None = None
-        self.client = EngineClient(runtime_dir, timeout=timeout)
+        self.client = EngineClient(runtime_dir, timeout=timeout, stage=stage)
         try:
             self.resolved = self.client.resolved
             self.vocab_size = int(self.resolved["vocab_size"])
@@ -81,8 +86,7 @@ class Service:
         Raises:
             WavecoreError: whatever kept the engine from becoming ready. Nothing is left behind then.
         """
-        if config.tokenizer is not None and not config.skip_tokenizer_init:
-            load_tokenizer(config.tokenizer)  # a wrong path is told before the time to load a model is spent
+        check_tokenizer(config)
         supervisor = supervisor or make_supervisor(config)
         try:
             return cls(supervisor.start(progress), supervisor, config.ready_timeout)
@@ -172,8 +176,10 @@ class Service:
             raise ValidationError("sampling_params", f"must be SamplingParams, not {type(params).__name__}")
         request_id = str(next(self._numbers)) if request_id is None else request_id
         OF_REQUEST.text("request_id", request_id, 1, MAX_ID)
-        if (rank := options.data_parallel_rank) is not None and rank >= (count := self.client.num_engines):
-            raise ValidationError("data_parallel_rank", f"{rank}, but there are {count} engines, counted from 0")
+        if (rank := options.data_parallel_rank) is not None:
+            if rank >= (count := self.client.num_engines):
+                raise ValidationError("data_parallel_rank", f"{rank}, but there are {count} engines, counted from 0")
+            options = replace(options, data_parallel_rank=self.client.first_engine + rank)
         queue = int(self.resolved["max_num_queued_reqs"])
         if params.n > queue:
             raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")
@@ -267,33 +273,53 @@ def _settled(make: Callable[[], Prompt]) -> Prompt:
         raise WavecoreError(f"{error!r} while the prompt was made") from error
 
 
+def check_tokenizer(config: EngineConfig) -> None:
+    """A wrong path is told before the time to load a model is spent."""
+    if config.tokenizer is not None and not config.skip_tokenizer_init:
+        load_tokenizer(config.tokenizer)
+
+
 def make_supervisor(
-    config: EngineConfig, limits: Limits | None = None, on_output: Callable[[str, str], None] | None = None
+    config: EngineConfig,
+    limits: Limits | None = None,
+    on_output: Callable[[str, str], None] | None = None,
+    stages: StagePlaces | None = None,
 ) -> Supervisor:
     """A supervisor of all engines of a deployment, not started yet. From here on this program logs at their level.
 
     Args:
         limits: None takes those of the settings.
         on_output: see `Supervisor`.
+        stages: of a pipeline, of which `config` has the deployment's settings; None: all engines are of `config`.
 
     Raises:
         ConfigError: too few GPUs for all engines.
     """
     logs.show(config.log_level)
+    models, numbers = stages or {"": (config, places(config))}, itertools.count()
+    groups = [ranks for stage, (own, engines) in models.items() for ranks in _groups(own, engines, stage, numbers)]
+    limits = limits or Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout)
+    where = {"runtime_dir": config.runtime_dir, "address": config.address}
+    return Supervisor(groups, limits=limits, on_output=on_output, **where)
+
+
+def _groups(
+    config: EngineConfig, engines: Sequence[Sequence[Placement]], stage: str, numbers: Iterator[int]
+) -> list[list[ChildSpec]]:
+    """The processes of all engines of one model, by group; of each engine its ranks' places are given."""
     # What a custom op's module is imported by: the paths of this program.
     paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
 
     def spec(index: int, place: Placement) -> ChildSpec:
         config_text, env = replace(config, device=place.device).to_json(), {**paths, **place.env}
         advice = MEMORY_ADVICE, SLOW_START_ADVICE
-        return ChildSpec(f"engine {index}", "wavecore.engine_core", config_text, env, *advice, device=place.name)
+        name = f"engine {index} (stage {stage})" if stage else f"engine {index}"
+        return ChildSpec(name, "wavecore.engine_core", config_text, env, *advice, device=place.name, stage=stage)
 
-    groups = [[spec(index, place) for place in ranks] for index, ranks in enumerate(places(config))]
+    groups = [[spec(index, place) for place in ranks] for ranks, index in zip(engines, numbers, strict=False)]
     if config.dp_lockstep:
         groups = [[replace(rank, serves=True) for ranks in groups for rank in ranks]]
-    limits = limits or Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout)
-    where = {"runtime_dir": config.runtime_dir, "address": config.address}
-    return Supervisor(groups, limits=limits, on_output=on_output, **where)
+    return groups
 
 
 def _tokenizer(resolved: Mapping[str, Any], own: Path | None) -> Tokenizer | None:

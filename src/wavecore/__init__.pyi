@@ -13,6 +13,8 @@ from wavecore.frontend.outputs import EmbeddingRequestOutput as EmbeddingRequest
 from wavecore.frontend.outputs import Logprob as Logprob
 from wavecore.frontend.outputs import RequestMetrics as RequestMetrics
 from wavecore.frontend.outputs import RequestOutput as RequestOutput
+from wavecore.frontend.pipeline import ModelPipeline as ModelPipeline
+from wavecore.frontend.pipeline import StageOutput as StageOutput
 from wavecore.frontend.prompts import EmbedsPrompt as EmbedsPrompt
 from wavecore.frontend.prompts import PromptType as PromptType
 from wavecore.frontend.prompts import TextPrompt as TextPrompt

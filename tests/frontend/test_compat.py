@@ -23,7 +23,6 @@ def test_methods_are_refused_by_name(kind: type, name: str) -> None:
         ("AsyncEngine", "use AsyncLLM"),
         ("OfflineEngine", "use LLM"),
         ("CustomOp", r"register_op\(NAME, fn\)"),
-        ("ModelPipeline", "one LLM a model"),
         ("set_sliding_window", "config.json"),
         ("use_flash_attention", "register_op"),
     ],

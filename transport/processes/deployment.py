@@ -110,6 +110,7 @@ class EngineEntry:
         restarts: how often it was started again.
         ranks: the processes of its present or last life.
         last_cause: of its last death, also when it is ready again.
+        stage: of a pipeline, whose stages have a model each; empty in a deployment of one model.
     """
 
     index: Whole
@@ -123,6 +124,7 @@ class EngineEntry:
     restarts: Whole = 0
     ranks: Annotated[tuple[RankEntry, ...], Few] = ()
     last_cause: Cause | None = None
+    stage: Text = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class Deployment:
     Attributes:
         state: starting, ready, draining, stopped, failed (every engine is), degraded (some do not serve now), or dead
             (the supervisor is).
-        resolved: what the engines resolved at start (model, lengths, block counts).
+        resolved: what the engines resolved at start (model, lengths, block counts); of a pipeline, its first stage.
         started: unix seconds.
     """
 

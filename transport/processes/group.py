@@ -117,7 +117,8 @@ class Group:
         on_output: Callable[[str, str], None],
     ) -> None:
         self._serving = serving_ranks(specs)
-        self.entries = tuple(EngineEntry(index + i, server_key=server_key) for i in range(len(self._serving)))
+        entry = EngineEntry(index, server_key=server_key, stage=specs[0].stage)
+        self.entries = tuple(replace(entry, index=index + i) for i in range(len(self._serving)))
         self.resolved: Mapping[str, Any] = {}
         self.failure: WavecoreError | None = None
         self._specs, self._dir, self._address, self._limits = tuple(specs), runtime_dir, address, limits
@@ -305,7 +306,8 @@ class Group:
             return
         if not self._was_ready:  # `start` raises it
             self._change(state="failed", cause=cause)
-            self.failure = (cause.located() if self._is_alone else cause).as_error()
+            who = f"{self._specs[0].name}: " if self._specs[0].stage else ""
+            self.failure = (cause.located(who) if self._is_alone else cause).as_error()
             return
         delay = self._backoff.ended(time.monotonic(), was_ready)
         down = f"stays down after {MAX_FAILED_STARTS} failed starts in a row"

@@ -53,6 +53,7 @@ class ChildSpec:
         fds: (name, descriptor) of what it inherits besides; it hears the numbers as `--NAME-fd NUMBER`.
         device: what it computes on, for people.
         serves: clients connect to this rank of its group, as they do to rank 0: it is an engine of the deployment.
+        stage: see `deployment.EngineEntry`.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ChildSpec:
     fds: Sequence[tuple[str, int]] = ()
     device: str = ""
     serves: bool = False
+    stage: str = ""
 
 
 class Child:

@@ -42,8 +42,10 @@ OF_DEPLOYMENT = frozenset(
 )
 EARLY = ("abort", "timeout")  # ends of a request that end its run
 # A sentence ends with the white space behind it, which is known once the next one begins. Nothing here gives back what
-# it took (`*+`), so the sentences are the same however their text arrives.
-SENTENCE_END = re.compile(r"(?:[.!?…]++[\"'”’)\]]*+\s++|[。！？]++[”’」』）]*+\s*+|(?<=\S)\s*\n\s*+)(?=\S)")
+# it took (`*+`), so the sentences are the same however their text arrives, and the search takes linear time.
+SENTENCE_END = re.compile(
+    r"(?:(?<![.!?…])[.!?…]++[\"'”’)\]]*+\s++|(?<![。！？])[。！？]++[”’」』）]*+\s*+|(?<=\S)[^\S\n]*+\n\s*+)(?=\S)"
+)
 MakePrompt = Callable[[Mapping[str, str]], PromptType | Sequence[Mapping[str, Any]]]
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.scripted_model import write_model
 from tests.support.waiting import until
 
-from wavecore import LLM, AsyncLLM, EngineDead, RequestError, SamplingParams, WavecoreError, connect
+from wavecore import LLM, AsyncLLM, EngineDead, ModelPipeline, RequestError, SamplingParams, WavecoreError, connect
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=4)
@@ -148,3 +148,18 @@ def _use(_: int) -> str:
     except EngineDead as error:
         return str(error)
     return "it answered"
+
+
+def test_a_pipeline_of_the_parent_ends_in_the_child(files: dict[str, str]) -> None:
+    with ModelPipeline().add_stage("draft", **files) as pipeline:
+        stream = pipeline.stream("go", temperature=0.0, max_tokens=200, ignore_eos=True)
+        next(stream)
+        assert in_a_fork(lambda: list(stream)).startswith(
+            "RequestError: stage draft: request 0: the request had not ended"
+        )
+        assert in_a_fork(lambda: pipeline.run("go")).startswith(
+            "EngineDead: stage draft: this client belongs to process"
+        )
+        assert in_a_fork(pipeline.shutdown) == "None"
+        assert pipeline.run("go", max_tokens=4)["draft"].token_ids
+        assert sum(len(output.token_ids) for output in stream) > 100

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.api.devices import Placement, cuda_number, places, visible_gpus
+from wavecore.engine_core.api.devices import Placement, cuda_number, places, stage_places, visible_gpus
 from wavecore.transport.errors import ConfigError
 
 UUIDS = [
@@ -185,3 +185,62 @@ def test_names_of_devices() -> None:
     for wrong in ("gpu", "cuda:", "cuda:-1", "cuda:1000", "cpu:0", "CUDA"):
         with pytest.raises(ConfigError, match='give "auto", "cpu"'):
             cuda_number(wrong)
+
+
+def stage(*gpus: int, share: float = 0.5, **settings: Any) -> tuple[EngineConfig, tuple[int, ...]]:
+    return config(**{"data_parallel_size": 1, "gpu_memory_utilization": share, **settings}), gpus
+
+
+def test_stages_of_a_pipeline_get_the_gpus_that_they_name(four: Path) -> None:
+    stages = {
+        "a": stage(0),
+        "b": stage(2, 0, data_parallel_size=2),
+        "c": stage(3, 1, tensor_parallel_size=2, share=1.0),
+        "scripted": stage(0, model="scripted:x", share=1.0),
+        "cpu": stage(0, device="cpu", share=1.0),
+    }
+    found = stage_places(stages, environment("3,2,1,0", OMP_NUM_THREADS="1"), four)
+    assert {name: config for name, (config, _) in found.items()} == {
+        name: config for name, (config, _) in stages.items()
+    }
+    names = {name: [[place.name for place in ranks] for ranks in engines] for name, (_, engines) in found.items()}
+    assert names == {
+        "a": [["GPU 3"]],
+        "b": [["GPU 1"], ["GPU 3"]],
+        "c": [["GPU 0", "GPU 2"]],
+        "scripted": [["cpu"]],
+        "cpu": [["cpu"]],
+    }
+    assert [place.env for place in found["c"][1][0]] == [{"CUDA_VISIBLE_DEVICES": "0,2"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ({"a": stage(0, share=0.9), "b": stage(0, share=0.9)}, r"^GPU 0: .* 0.9 \(a\) \+ 0.9 \(b\); lower"),
+        ({"a": stage(0, 1, data_parallel_size=2), "b": stage(1, share=0.51)}, r"^GPU 1: .* 0.5 \(a\) \+ 0.51 \(b\)"),
+        ({"a": stage(0), "b": stage(4)}, r"^stage b: gpus are \[4\]; name 1 of the 4 visible ones"),
+        ({"a": stage(0, 1)}, r"^stage a: gpus are \[0, 1\]; name 1 of"),
+        ({"a": stage(0, 0, data_parallel_size=2)}, "2 GPUs are asked for"),
+        ({"a": stage(0, tensor_parallel_size=2)}, "2 GPUs are asked for"),
+        ({"a": stage()}, r"^stage a: gpus are \[\]"),
+    ],
+)
+def test_stages_that_cannot_be_placed(four: Path, stages: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stage_places(stages, {}, four)
+
+
+def test_stages_share_a_gpu_exactly(four: Path, tmp_path: Path) -> None:
+    """0.3 + 0.3 + 0.4 is more than 1 in floats."""
+    thirds = {name: stage(0, share=share) for name, share in (("a", 0.4), ("b", 0.3), ("c", 0.3))}
+    assert len(stage_places(thirds, {}, four)) == 3
+    bare = tmp_path / "bare"
+    assert stage_places({"a": stage(0, device="cuda")}, {}, bare)["a"][1] == [[Placement("cuda", "cuda", {})]]
+
+
+def test_stages_share_the_cores_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)))
+    found = stage_places({"a": stage(0), "b": stage(7, data_parallel_size=4)}, {}, tmp_path)
+    env = {"OMP_NUM_THREADS": "2"}
+    assert [[place.env for [place] in engines] for _, engines in found.values()] == [[env], [env] * 4]

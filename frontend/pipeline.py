@@ -318,6 +318,11 @@ class _Flow:
         self.due += [self.unread[start:end] for start, end in pairwise([0, *ends])]
         self.unread = self.unread[ends[-1] :] if ends else self.unread
 
+    def take(self) -> RequestOutput | None:
+        """What its first request gave, of one whose output is read as a whole at its end."""
+        is_ready = self.requests and (self.kind is OutputKind.DELTA or self.requests[0][0].ended)
+        return self.requests[0][0].take() if is_ready else None
+
 
 class _Run:
     """One prompt on its way; whoever drives it waits for it.
@@ -369,7 +374,7 @@ class _Run:
             WavecoreError: a stage failed; names it.
         """
         for flow in self._flows:
-            while flow.requests and not self.finished and (output := flow.requests[0][0].take()):
+            while not self.finished and (output := flow.take()):
                 with _naming(flow.stage.name):
                     for part in shown(output):
                         yield self._took(flow, part)

@@ -29,7 +29,8 @@ def run(name: str, model: str) -> list[str]:
 
 
 def test_every_example_has_a_test() -> None:
-    assert [path.stem for path in EXAMPLES] == ["attach", "embeddings", "offline", "priorities", "streaming"]
+    names = "attach draft_and_rewrite embeddings offline priorities streaming write_and_check"
+    assert [path.stem for path in EXAMPLES] == names.split()
 
 
 def test_offline(model: str) -> None:
@@ -61,3 +62,18 @@ def test_embeddings(model: str) -> None:
     lines = run("embeddings", model)
     assert lines[0] == "3 vectors of 8 numbers"
     assert len(lines) == 3
+
+
+def test_draft_and_rewrite(model: str) -> None:
+    lines = run("draft_and_rewrite", model)
+    assert sum(line.startswith("draft: ") for line in lines) > 3
+    assert sum(line.startswith("rewrite: ") for line in lines) > 3
+    assert [line.split(": '")[0] for line in lines[-2:]] == ["whole draft", "whole rewrite"]
+    assert all("capital of France is Paris" in line and line.endswith("stop)") for line in lines[-2:])
+
+
+def test_write_and_check(model: str) -> None:
+    lines = run("write_and_check", model)
+    tasks = ["adds two numbers", "counts words", "reverses a string"]
+    assert [line.partition(": ")[0] for line in sorted(lines)] == tasks
+    assert all(line.count("capital of France is Paris") == 2 and " -> " in line for line in lines)

@@ -148,7 +148,7 @@ class Mailbox:
         """The output since the last take, or all so far; None when there is nothing new."""
         self._notified = False  # first: what comes from here on is told again
         news = [c for c in self._choices if c.has_news]
-        if not news or (self.kind is OutputKind.FINAL and not self.ended):
+        if not news:
             return None
         outputs = [choice.take() for choice in (news if self.kind is OutputKind.DELTA else self._choices)]
         return RequestOutput(

@@ -202,8 +202,7 @@ class ModelPipeline:
         self._opened.close()
 
     def __enter__(self) -> Self:
-        with StartBar(self._config.disable_tqdm) as bar:
-            self._opened = self._start(self._make_supervisor(), bar)
+        self._opened = self._start(self._make_supervisor())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -211,8 +210,7 @@ class ModelPipeline:
 
     async def __aenter__(self) -> Self:
         supervisor = self._make_supervisor()
-        with StartBar(self._config.disable_tqdm) as bar:
-            self._opened = await start_beside_loop(supervisor, partial(self._start, supervisor, bar))
+        self._opened = await start_beside_loop(supervisor, partial(self._start, supervisor))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -227,9 +225,9 @@ class ModelPipeline:
         stages = stage_places({stage.name: (stage.config, stage.gpus) for stage in self._stages})
         return make_supervisor(self._config, stages=stages)
 
-    def _start(self, supervisor: Supervisor, bar: StartBar) -> contextlib.ExitStack:
+    def _start(self, supervisor: Supervisor) -> contextlib.ExitStack:
         """Returns what ends it all."""
-        with contextlib.ExitStack() as opened:
+        with StartBar(self._config.disable_tqdm) as bar, contextlib.ExitStack() as opened:
             opened.callback(supervisor.stop)
             self.runtime_dir = supervisor.start(bar)
             for stage in self._stages:
@@ -255,12 +253,10 @@ class ModelPipeline:
     def _drive(self, run: _Run) -> Iterator[StageOutput]:
         notifier = ThreadNotifier()
         try:
-            while True:
+            while not run.finished:
                 for flow, make in run.due():
                     with _naming(flow.stage.name):
                         run.send(flow, make(), notifier)
-                if run.finished:
-                    return
                 if not run.has_ends:  # else there is nothing to wait for, in the child of a fork also nobody
                     notifier.wait()
                 yield from run.take()
@@ -270,13 +266,11 @@ class ModelPipeline:
     async def _drive_beside_loop(self, run: _Run) -> AsyncGenerator[StageOutput]:
         notifier, news = self._notifiers.here(), asyncio.Event()
         try:
-            while True:
+            while not run.finished:
                 for flow, make in run.due():
                     with _naming(flow.stage.name):
                         prompt = await flow.service.beside_loop(make, run.options)
                         notifier.watch(run.send(flow, prompt, notifier), lambda _: news.set())
-                if run.finished:
-                    return
                 if not run.has_ends:
                     await news.wait()
                 news.clear()

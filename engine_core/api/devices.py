@@ -41,7 +41,7 @@ class Placement:
     env: Mapping[str, str]
 
 
-StagePlaces = Mapping[str, tuple[EngineConfig, list[list[Placement]]]]
+Stages = Mapping[str, tuple[EngineConfig, list[list[Placement]]]]
 """Stage of a pipeline -> its settings, and the ranks of each of its engines."""
 
 
@@ -84,7 +84,7 @@ def stage_places(
     stages: Mapping[str, tuple[EngineConfig, Sequence[int]]],
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
-) -> StagePlaces:
+) -> Stages:
     """The ranks of each engine of each stage of a pipeline. Stages may share a GPU, and share the CPU's cores.
 
     Args:

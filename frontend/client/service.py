@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from wavecore.engine_core.api.config import MEMORY_ADVICE, SLOW_START_ADVICE, EngineConfig
-from wavecore.engine_core.api.devices import Placement, StagePlaces, places
+from wavecore.engine_core.api.devices import Placement, Stages, places
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
@@ -39,6 +39,7 @@ from wavecore.transport.wire.checks import OF_REQUEST
 from wavecore.transport.wire.codec import MAX_FRAME_BYTES
 
 Progress = Callable[[int, str, float], None]
+OnOutput = Callable[[str, str], None]
 NO_OPTIONS = RequestOptions()
 MAX_ID = 1024
 TEXT_THREADS = 4
@@ -280,10 +281,7 @@ def check_tokenizer(config: EngineConfig) -> None:
 
 
 def make_supervisor(
-    config: EngineConfig,
-    limits: Limits | None = None,
-    on_output: Callable[[str, str], None] | None = None,
-    stages: StagePlaces | None = None,
+    config: EngineConfig, limits: Limits | None = None, on_output: OnOutput | None = None, stages: Stages | None = None
 ) -> Supervisor:
     """A supervisor of all engines of a deployment, not started yet. From here on this program logs at their level.
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.support.scripted_model import EOS, ids_of, write_model
 from tests.support.waiting import until
 
@@ -98,6 +99,7 @@ def test_a_stage_killed_mid_stream(tmp_path: Path) -> None:
         assert [engine(pipeline, name).restarts for name in STAGES] == [0, 1, 0]
 
 
+@pytest.mark.slow
 def test_a_request_that_fails_in_a_later_stage(tmp_path: Path) -> None:
     """A request of a pipeline fails in one stage: its logits hold NaN, say.
 

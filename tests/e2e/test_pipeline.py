@@ -17,7 +17,8 @@ from tests.support.waiting import until
 from wavecore import LLM, ModelPipeline, SamplingParams, connect
 from wavecore.frontend.cli.main import main
 from wavecore.frontend.pipeline import StageOutput
-from wavecore.transport.errors import ConfigError, ModelError, StartError, ValidationError
+from wavecore.transport.errors import ConfigError, EngineDead, ModelError, RequestError, StartError, ValidationError
+from wavecore.transport.processes.deployment import read
 
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 12}
 DRAFT = "First one. Second!\nThird"
@@ -255,3 +256,43 @@ def test_a_start_that_fails(folder: Path, tmp_path: Path) -> None:
             await starting
 
     asyncio.run(cancelled())
+
+
+@pytest.mark.slow
+def test_stages_of_several_engines(folder: Path) -> None:
+    """Also of groups, and in lockstep; and an end under way, which every run hears of."""
+    endless = {"eos_token_id": [], "max_model_len": 4096}
+    ways: dict[str, dict[str, Any]] = {
+        "copies": {"data_parallel_size": 2},
+        "ranks": {"tensor_parallel_size": 2},
+        "lockstep": {"data_parallel_size": 2, "dp_lockstep": True},
+    }
+    pipeline = ModelPipeline()
+    for name, settings in ways.items():
+        pipeline.add_stage(name, **model(folder / name, **endless), **settings)
+    with pipeline:
+        assert pipeline.runtime_dir
+        entries = read(pipeline.runtime_dir).engines
+        assert [(entry.index, entry.stage, len(entry.ranks)) for entry in entries] == [
+            (0, "copies", 1),
+            (1, "copies", 1),
+            (2, "ranks", 2),
+            (3, "lockstep", 1),
+            (4, "lockstep", 1),
+        ]
+        with connect(pipeline.runtime_dir, stage="lockstep") as llm:
+            llm.generate(["go"] * 2, SamplingParams(max_tokens=4), use_tqdm=False, data_parallel_rank=1)
+            assert [(stats["engine"], stats["finished"]) for stats in llm.step_stats()] == [(3, 0), (4, 2)]
+            with pytest.raises(ValidationError, match="there are 2 engines"):
+                llm.generate("go", data_parallel_rank=2)
+        with ThreadPoolExecutor(3) as threads:
+            assert {len(output.token_ids) for output in pipeline.run("go", max_tokens=8).values()} == {8}
+            runs = [threads.submit(pipeline.run, f"{number}", max_tokens=3000) for number in range(3)]
+            with connect(pipeline.runtime_dir, stage="copies") as llm:
+                until(lambda: sum(stats["running"] for stats in llm.step_stats()) == 3)
+            pipeline.shutdown()
+            for run in runs:
+                with pytest.raises(RequestError, match=r"^stage copies: .* this client was closed"):
+                    run.result(30)
+        with pytest.raises(EngineDead, match="stage copies: this client was closed"):
+            pipeline.run("go")

@@ -186,7 +186,8 @@ class Comparison:
 
     def model(self, folder: Path, names: Sequence[str]) -> None:
         """Measure one model; a row is printed as soon as it is there."""
-        in_turn = [name for name in names if name in HOST_BOUND and not self.args.settings]
+        several = self.args.settings.get("tensor_parallel_size", 1) > 1  # GPUs for an engine
+        in_turn = [name for name in names if name in HOST_BOUND and not several]
         if in_turn:
             with ExitStack() as stack:
                 settings = {"gpu_memory_utilization": SHARED_MEMORY}

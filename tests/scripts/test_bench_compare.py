@@ -18,7 +18,7 @@ def SamplingParams(**params):
 
 class LLM:
     def __init__(self, model, **settings):
-        assert settings["max_num_seqs"] == 512 and settings["skip_tokenizer_init"]
+        assert settings["max_num_seqs"] in (512, 1024) and settings["skip_tokenizer_init"]
 
     def reset_prefix_cache(self):
         pass
@@ -78,4 +78,4 @@ def test_an_engine_that_does_not_start_is_named(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "vllm.py").write_text("raise ImportError('no such thing')")
     with pytest.raises(SystemExit, match="vllm ended with status 1"):
-        bench_compare.Engine("vllm", tmp_path / "tiny", {}, str(tmp_path / "site"))
+        bench_compare.Engine("vllm", tmp_path / "tiny", {}, str(tmp_path / "caches"), str(tmp_path / "site"))

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.transport.errors import WavecoreError
 
 I32 = npt.NDArray[np.int32]
@@ -29,6 +29,18 @@ Flags = npt.NDArray[np.bool_]
 Index = npt.NDArray[np.intp]  # slots or rows, as numpy indexes columns by them
 
 LOGPROB_CHUNK = 64  # positions whose log-probabilities over the vocabulary a runner holds at once
+MANY_VALUES = 1 << 21  # int32 values of a step's output that positions with more than MAX_LOGPROBS alternatives share
+
+
+def report_values(count: int | None) -> int:
+    """int32 values that a position with so many alternatives takes of what such positions share; 0 for a few, for which
+    each token of a step has room of its own."""
+    return 2 * (1 + count) + 1 if count is not None and count > MAX_LOGPROBS else 0
+
+
+def room_for_many(info: RunnerInfo) -> int:
+    """int32 values of a step's output that such positions share: one of a prompt and a drawn token fit, at least."""
+    return 0 if 0 <= info.max_logprobs <= MAX_LOGPROBS else max(MANY_VALUES, 2 * report_values(info.vocab_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +199,7 @@ class RunnerInfo:
         dtype, device: torch's names of them, "bfloat16" and "cuda:0".
         swap_block_seconds: measured time to copy one KV block to the host, or back.
         token_seconds: rather more than computing a prompt token takes, before any step was measured; 0 for very little.
+        max_logprobs: most alternatives that a request may ask for, -1 for the whole vocabulary.
         model_path: the local folder or file that holds the model, "" for a scripted one.
     """
 
@@ -202,6 +215,7 @@ class RunnerInfo:
     model_path: str = ""
     swap_block_seconds: float = 0.0
     token_seconds: float = 0.0
+    max_logprobs: int = MAX_LOGPROBS
 
 
 class Runner(Protocol):

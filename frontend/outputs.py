@@ -38,6 +38,8 @@ class CompletionOutput:
 
     Attributes:
         cumulative_logprob: of all tokens so far; None where logprobs were not asked for.
+        logprobs: one entry a token: a list, or with more than 64 alternatives a sequence whose entries are made when
+            they are read. None where they were not asked for.
         finish_reason: None while it runs.
         stop_reason: the stop string or the stop token id that ended it, or which deadline passed; else None.
         seed: the effective seed: the one asked for, or the one drawn for this request.
@@ -48,7 +50,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Sequence[PositionLogprobs] | None = None
     finish_reason: FinishName | None = None
     stop_reason: int | str | None = None
     seed: int | None = None

@@ -13,9 +13,9 @@ from typing import Annotated, Literal, Self
 
 from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
 from wavecore.engine_core.api.request_options import DEADLINE, MAX_ENGINES
-from wavecore.engine_core.api.sampling_params import SEED
+from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SEED
 from wavecore.transport.errors import ConfigError, NotSupportedError
-from wavecore.transport.wire.checks import Checker
+from wavecore.transport.wire.checks import MAX_TOKEN_ID, Checker
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority", "hybrid"]
@@ -47,6 +47,9 @@ class EngineConfig:
         max_num_seqs: requests that run at once (rows of the batch).
         max_num_batched_tokens: token budget of one step, at least a token a row: where only one of the two is given,
             the other one's default gives way. On a CPU steps take less of it: about a second of work.
+        max_logprobs: most alternatives that a request may ask for as logprobs or prompt_logprobs; -1 for the whole
+            vocabulary. Each takes 8 bytes a token, on the wire and in the client. Above 64 a step takes 8 MiB more of
+            the device's memory, and 24 MiB of pinned memory, or what one token's whole vocabulary takes.
         max_inter_token_ms: target for the gap between two tokens of a request. A step with decoding rows holds only as
             many prompt tokens as fit into this time, judged by the steps before; where decoding alone takes more
             than half of it, prompts get as much time again. None gives prompts the whole budget. Needs
@@ -112,6 +115,7 @@ class EngineConfig:
     max_model_len: Annotated[int | None, Bounds(1, 1 << 24)] = None
     max_num_seqs: Annotated[int, Bounds(1, 1 << 16)] = MAX_NUM_SEQS
     max_num_batched_tokens: Annotated[int, Bounds(1, 1 << 22)] = MAX_NUM_BATCHED_TOKENS
+    max_logprobs: Annotated[int, Bounds(-1, MAX_TOKEN_ID)] = MAX_LOGPROBS
     max_inter_token_ms: Annotated[float | None, ABOVE_ZERO] = 200.0
     enable_chunked_prefill: bool = True
     block_size: Annotated[int | None, Bounds(1, 1 << 16)] = None

@@ -24,7 +24,8 @@ MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1 << 14  # of all bad words together, in both spellings
 MAX_LOGIT_BIAS = 1024
-MAX_LOGPROBS = 64
+MAX_LOGPROBS = 64  # for which every row of a step has room; more travel apart, see `plan.report_values`
+MAX_PROMPT_LOGPROBS_CELLS = 1 << 24  # positions x alternatives of one request's prompt_logprobs
 MAX_TOKENS = 1 << 24
 COUNTED_OUTPUT = 1024  # tokens in the load; beyond them max_tokens says little, as most choices end long before
 SEED = Bounds(-(1 << 63), (1 << 63) - 1)
@@ -94,7 +95,8 @@ class SamplingParams(WireFields):
         min_tokens: no stop before this many output tokens.
         max_tokens: None runs to the context length.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
-        logprobs, prompt_logprobs: how many alternatives to report, by the raw model distribution; True is 1.
+        logprobs, prompt_logprobs: how many alternatives to report, by the raw model distribution; True is 1, and -1 the
+            whole vocabulary. The engine's max_logprobs bounds them.
         skip_special_tokens, spaces_between_special_tokens, detokenize: how the frontend renders text.
     """
 
@@ -118,8 +120,8 @@ class SamplingParams(WireFields):
     min_tokens: Annotated[int, Bounds(0, MAX_TOKENS)] = 0
     max_tokens: Annotated[int | None, Bounds(0, MAX_TOKENS)] = 16
     ignore_eos: bool = False
-    logprobs: Annotated[int | None, Bounds(0, MAX_LOGPROBS)] = None
-    prompt_logprobs: Annotated[int | None, Bounds(0, MAX_LOGPROBS)] = None
+    logprobs: Annotated[int | None, Bounds(-1, MAX_TOKEN_ID)] = None
+    prompt_logprobs: Annotated[int | None, Bounds(-1, MAX_TOKEN_ID)] = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
@@ -128,9 +130,6 @@ class SamplingParams(WireFields):
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(value := getattr(self, name), bool):
                 object.__setattr__(self, name, int(value) or None)
-            elif type(value) is int and value == -1:  # vLLM's word for the whole vocabulary
-                way_out = "score texts with prompt_logprobs=0, or choose among few tokens with allowed_token_ids"
-                raise ValidationError(name, f"at most {MAX_LOGPROBS} are reported, not -1 for all; {way_out}")
         make_plain(self, _CHECKS)
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
@@ -156,8 +155,13 @@ class SamplingParams(WireFields):
         """Tokens that bad_words never lets through."""
         return {word[0] for word in self.bad_words_token_ids or () if len(word) == 1}
 
-    def check_model(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
-        """Check every token id and count of tokens against the model.
+    def of_model(self, vocab_size: int) -> Self:
+        """With the number of alternatives that -1 stands for."""
+        whole = {name: vocab_size for name in ("logprobs", "prompt_logprobs") if getattr(self, name) == -1}
+        return self.clone(**whole) if whole else self
+
+    def check_model(self, vocab_size: int, eos_token_ids: Sequence[int] = (), max_logprobs: int = -1) -> None:
+        """Check every token id and count of tokens against the model and its engine.
 
         Raises:
             ValidationError: naming the field that holds an id outside [0, vocab_size), asks for more tokens, or leaves
@@ -173,9 +177,21 @@ class SamplingParams(WireFields):
             if (highest := max(ids, default=-1)) >= vocab_size:
                 raise ValidationError(name, f"token id {highest} is outside the vocabulary of {vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(self, name) or 0) > vocab_size:
-                raise ValidationError(name, f"{getattr(self, name)} is more than the vocabulary of {vocab_size}")
+            if (asked := getattr(self, name) or 0) > vocab_size:
+                raise ValidationError(name, f"{asked} is more than the vocabulary of {vocab_size}")
+            if asked > max_logprobs >= 0:
+                way_out = "start the engine with a larger one (-1 for no limit), or score texts with prompt_logprobs=0"
+                raise ValidationError(name, f"{asked} is above max_logprobs {max_logprobs}; {way_out}")
         self._check_first_token(vocab_size, eos_token_ids)
+
+    def check_prompt(self, length: int) -> None:
+        """Check what is asked of a prompt of so many tokens.
+
+        Raises:
+            ValidationError: its log-probabilities would not fit into a message.
+        """
+        if length * (self.prompt_logprobs or 0) > MAX_PROMPT_LOGPROBS_CELLS:
+            raise ValidationError("prompt_logprobs", f"{self.prompt_logprobs} for {length} tokens is too much")
 
     def _check_first_token(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         banned = self._banned

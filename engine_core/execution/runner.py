@@ -67,7 +67,7 @@ class ModelRunner:
         self.device = model.embedding.device
         self.state = DeviceState(max_num_seqs, info, self.device)
         self.buffers = BatchBuffers.allocate(max_num_batched_tokens, max_num_seqs, self.state.max_blocks, self.device)
-        room = room_for_extras(max_num_batched_tokens, max_num_seqs, info.hidden_size)
+        room = room_for_extras(max_num_batched_tokens, max_num_seqs, info)
         self.out = CopyOut(max_num_seqs, room, self.device)
         self.copies = BlockCopies(self.device, self.state.uploads)
         self.hidden = zeros(max_num_seqs, info.hidden_size, dtype=model.embedding.dtype, device=self.device)

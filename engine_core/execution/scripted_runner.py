@@ -147,6 +147,7 @@ class ScriptedRunner:
             model_path=self.script.tokenizer,
             swap_block_seconds=self.script.swap_block_seconds,
             token_seconds=self.script.token_seconds,
+            max_logprobs=config.max_logprobs,
         )
         info, seqs = self.info, config.max_num_seqs
         self.blocks = np.full((info.num_blocks, info.block_size), POISON, np.uint32)

@@ -21,7 +21,7 @@ from wavecore.engine_core.execution.device_state import LOGPROBS, POOLING, POOLS
 from wavecore.engine_core.execution.pinned_copies import CopyOut, Place
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.models.decoder import Decoder
-from wavecore.engine_core.plan import I32, LOGPROB_CHUNK, Index, RowLogprobs
+from wavecore.engine_core.plan import I32, LOGPROB_CHUNK, Index, RowLogprobs, RunnerInfo, room_for_many
 from wavecore.kernels import ops
 from wavecore.kernels.sampling.rows import SamplingRows
 
@@ -53,9 +53,11 @@ class Report:
         return RowLogprobs(*(place.read(vector) for place in self._places))
 
 
-def room_for_extras(max_num_batched_tokens: int, max_num_seqs: int, hidden_size: int) -> int:
-    """int32 values that the rows of one step can want: a report for each token, a pooled vector for each row."""
-    return max_num_batched_tokens * (2 * (1 + MAX_LOGPROBS) + 1) + max_num_seqs * hidden_size
+def room_for_extras(max_num_batched_tokens: int, max_num_seqs: int, info: RunnerInfo) -> int:
+    """int32 values that the rows of one step can want: a report for each token, a pooled vector for each row, and what
+    the scheduler shares out among reports of more alternatives."""
+    reports = max_num_batched_tokens * (2 * (1 + MAX_LOGPROBS) + 1) + room_for_many(info)
+    return reports + max_num_seqs * info.hidden_size
 
 
 class Extras:
@@ -74,6 +76,7 @@ class Extras:
             self.logprob_rows = self._rows_with(LOGPROBS * self._plan.samples).astype(np.int32)
         self._counts = state.logprobs[self._plan.slots[self.logprob_rows]]  # alternatives that they want
         self._logprobs: Report | None = None
+        self._many: dict[int, Report] = {}  # of rows that want more than MAX_LOGPROBS
         self._prompt_logprobs: dict[int, Report] = {}
         self._pooled: dict[int, Place] = {}
 
@@ -86,7 +89,7 @@ class Extras:
         Args:
             logprob_rows: int32, the attribute of that name on the device.
         """
-        report = Report(self._out, len(self.logprob_rows), int(self._counts.max()))
+        report = Report(self._out, len(self.logprob_rows), min(int(self._counts.max()), MAX_LOGPROBS))
         step = len(logits) if len(self.logprob_rows) <= LOGPROB_CHUNK else LOGPROB_CHUNK
         for begin in range(0, len(logits), step):
             part = slice(begin, begin + step)
@@ -96,7 +99,12 @@ class Extras:
             columns = {name: getattr(rows, name)[part] for name in ("slots", "positions", "tokens", "faults")}
             ops.sample(logits[part], replace(rows, **columns))
             if last > first:
-                report.put(slice(first, last), logprobs, rows.tokens[chosen].long())
+                tokens = rows.tokens[chosen].long()
+                report.put(slice(first, last), logprobs, tokens)
+                for i in np.flatnonzero(self._counts[first:last] > MAX_LOGPROBS).tolist():
+                    many = Report(self._out, 1, int(self._counts[first + i]))
+                    many.put(slice(0, 1), logprobs[i : i + 1], tokens[i : i + 1])
+                    self._many[int(self.logprob_rows[first + i])] = many
         self._logprobs = report
 
     def report_prompts(self, model: Decoder, x: Tensor, residual: Tensor) -> None:
@@ -161,10 +169,11 @@ class Extras:
             return {}
         ids, values, ranks = self._logprobs.read(vector)
         wanted = zip(self.logprob_rows.tolist(), self._counts.tolist(), strict=True)
-        return {
+        few = {
             row: RowLogprobs(ids[i : i + 1, : 1 + count], values[i : i + 1, : 1 + count], ranks[i : i + 1])
             for i, (row, count) in enumerate(wanted)
         }
+        return few | {row: report.read(vector) for row, report in self._many.items()}
 
     def _rows_with(self, option: int | npt.NDArray[np.integer]) -> Index:
         """Rows that want this."""

@@ -32,14 +32,15 @@ def request_from_add(add: Add, info: RunnerInfo, config: EngineConfig) -> Reques
     tokens = _prompt(add.prompt, info.vocab_size)
     seed = add.params.get("seed")
     seed = _seed(config.seed, add.handle, tokens) if seed is None else seed
-    params = SamplingParams.from_wire({**add.params, "seed": seed})
-    params.check_model(info.vocab_size, info.eos_token_ids)
+    params = SamplingParams.from_wire({**add.params, "seed": seed}).of_model(info.vocab_size)
+    params.check_model(info.vocab_size, info.eos_token_ids, info.max_logprobs)
     options = RequestOptions.from_wire(add.options)
     if options.queue_timeout is None and config.max_queue_seconds is not None:
         options = replace(options, queue_timeout=config.max_queue_seconds)
     num_prompt = len(tokens) - options.emitted
     if num_prompt < 1:
         raise ValidationError("emitted", f"{options.emitted} of {len(tokens)} tokens leaves no prompt")
+    params.check_prompt(num_prompt)
     most = math.inf if params.max_tokens is None else num_prompt + params.max_tokens
     request = Request(
         client=add.client_id,

@@ -52,7 +52,7 @@ class EngineCore:
         self.depth = 2 if config.async_scheduling else 1
         self.requests = Requests(config, runner.info, clock)
         self.pace = Pace(config, runner.info)
-        self.scheduler = Scheduler(config, self.requests, self.pace)
+        self.scheduler = Scheduler(config, self.requests, self.pace, runner.info)
         self.stats = Stats(self.requests, log=config.log_stats)
         self.utilities = Utilities(config, self.requests, self.scheduler, runner, self.stats)
         self.in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _NOTHING_RAN_SECONDS = 0.005
 _CALL_SECONDS = 0.005  # of a turn for utility calls; a longer call is the only one of its turn
 _JOIN_SECONDS = 4.0
+_BEHIND_BYTES = 32 << 20  # not read by a client that gets no more reports of many alternatives until it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class EngineCoreProc:
             input_queue=self.input_queue,
             curve=curve,
         )
+        core.scheduler.is_behind = self._is_behind
         self._input = InputPump(
             input_address, self._output, admit=core.admit, input_queue=self.input_queue, curve=curve
         )
@@ -152,6 +154,13 @@ class EngineCoreProc:
             self._handle(self.input_queue.get())
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
             self.core.abort_all("engine_dead", "the engine was stopped before this request ended; send it again")
+
+    def _is_behind(self, client_id: bytes) -> bool:
+        """It is to read first what it has: else it would lose its requests for all that the engine had to hold."""
+        behind = self._output.held_bytes(client_id) > _BEHIND_BYTES
+        if behind:
+            self._progress.beat()  # to wait for a client is no hang
+        return behind
 
     def _sleep(self, seconds: float | None) -> None:
         """Until something came in, or the time is over."""

@@ -14,13 +14,14 @@ So the first in line always moves, and everything ends.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
 import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.plan import I32, Index, NewRequest, StepPlan, int_table
+from wavecore.engine_core.plan import I32, Index, NewRequest, RunnerInfo, StepPlan, int_table, room_for_many
 from wavecore.engine_core.request import Request
 from wavecore.engine_core.scheduling.pace import Pace
 from wavecore.engine_core.scheduling.requests import Requests
@@ -41,12 +42,17 @@ class Reason(Enum):
 class Scheduler:
     """Turns the state of the requests into the next step's plan.
 
+    Args:
+        info: what the runner resolved.
+
     Attributes:
+        is_behind: whether a client has yet to read so much that it gets no more reports of many alternatives for now.
         blocked_by, blocked: why the last plan did not start the head of the queue, and in words; "" where it did.
     """
 
-    def __init__(self, config: EngineConfig, requests: Requests, pace: Pace) -> None:
+    def __init__(self, config: EngineConfig, requests: Requests, pace: Pace, info: RunnerInfo) -> None:
         self.requests = requests
+        self.is_behind: Callable[[bytes], bool] = lambda _client: False
         self.pace = pace
         self.slots = requests.slots
         self.kv = requests.kv
@@ -54,6 +60,7 @@ class Scheduler:
         self.chunked = config.enable_chunked_prefill
         self.blocked_by, self.blocked = Reason.NONE, ""
         self._new_requests: list[NewRequest] = []
+        self._room_for_many = self._room_left = room_for_many(info)
         self._refused: Request | None = None  # the head of the queue found no room of ...
         self._refused_room = 0  # ... so many blocks
         self._made_room_for: Request | None = None  # others were pushed out for it: it may use the reserve
@@ -81,7 +88,12 @@ class Scheduler:
         """The slots that get a row now, and the rows' query lengths."""
         if self.requests.policy.preempts:
             self._start_urgent()
+        self._room_left = self._room_for_many
         slots, lens, left = self._running()
+        if (self.slots.prompt_values | self.slots.drawn_values)[slots].any():
+            rows = zip(slots.tolist(), lens.tolist(), strict=True)
+            lens = np.array([self._fit_report(slot, length) for slot, length in rows], np.int32)
+            slots, lens = slots[lens > 0], lens[lens > 0]
         slots, lens, all_fit = self._grow(slots, lens)
         if all_fit:
             return self._start_waiting(slots, lens, left)
@@ -109,6 +121,19 @@ class Scheduler:
             lens = _fill(need, self.budget.tokens)
         chosen = lens > 0
         return slots[chosen], lens[chosen], 0
+
+    def _fit_report(self, slot: int, length: int) -> int:
+        """How many of a row's tokens run now: as many as the step's output has room for, if they report many
+        alternatives, and none while the client has too much to read. What it draws is counted before it is drawn."""
+        s, request = self.slots, self.slots.at(slot)
+        each, drawn = int(s.prompt_values[slot]), int(s.drawn_values[slot])
+        if not each + drawn:
+            return length
+        each = max(1, each) if s.computed[slot] < request.num_prompt - 1 else 1
+        room = 0 if self.is_behind(request.client) else self._room_left - drawn
+        fit = max(0, min(length, room // each))
+        self._room_left -= fit and fit * each + drawn
+        return fit
 
     def _grow(self, slots: Index, lens: I32) -> tuple[Index, I32, bool]:
         """Blocks for the new tokens. False when somebody had to make room or to skip the step."""
@@ -165,7 +190,9 @@ class Scheduler:
             if not s.runs[slot]:
                 continue  # its blocks must be loaded first
             computed = int(s.computed[slot])
-            length = min(n - computed, left)
+            length = self._fit_report(slot, min(n - computed, left))
+            if not length:
+                continue  # others of this step report too much
             left -= length
             new.append((slot, length))
             # A request that starts later in this step may share what this row is about to write.
@@ -258,7 +285,8 @@ class Scheduler:
         for slot in slots[last].tolist():
             s.stop(slot)
         events = self.kv.take_events()
-        new_requests, self._new_requests = tuple(self._new_requests), []
+        # A slot may have been taken twice since the last plan: by one that got no row, and left.
+        new_requests, self._new_requests = tuple({new.slot: new for new in self._new_requests}.values()), []
         self.requests.totals.steps += 1
         return StepPlan(
             step_id=events.step_id,

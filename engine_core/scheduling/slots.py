@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from wavecore.engine_core.plan import I32, Index
+from wavecore.engine_core.plan import I32, Index, report_values
 from wavecore.engine_core.request import Request
 
 FEW_STOP_IDS = 8
@@ -44,6 +44,7 @@ class Slots:
         self.major = np.zeros(max_num_seqs, np.float64)
         self.minor = np.zeros(max_num_seqs, np.int64)
         self.priority = column()
+        self.prompt_values, self.drawn_values = column(), column()  # `plan.report_values` of a position
         self.live = np.zeros(max_num_seqs, np.bool_)  # its output counts
         self.runs = np.zeros(max_num_seqs, np.bool_)  # it wants rows in further steps
         self.samples = np.zeros(max_num_seqs, np.bool_)
@@ -54,7 +55,7 @@ class Slots:
 
     def take(self, request: Request, client: int, computed: int, capacity: int) -> int:
         """Give the request a free slot, with `computed` tokens in its blocks."""
-        slot = self.free.pop()
+        slot, params = self.free.pop(), request.params
         n = len(request.tokens)
         self.requests[slot] = request
         request.slot = slot
@@ -63,7 +64,7 @@ class Slots:
         self.known[slot] = self.length[slot] = n
         self.limit[slot] = request.limit
         self.capacity[slot] = capacity
-        self.stop_from[slot] = request.num_prompt + request.params.min_tokens
+        self.stop_from[slot] = request.num_prompt + params.min_tokens
         self._set_stop_ids(slot, request.stop_ids)
         self.in_flight[slot] = 0
         self.client[slot] = client
@@ -72,6 +73,8 @@ class Slots:
         self.priority[slot] = request.options.priority
         self.live[slot] = self.runs[slot] = self.prefilling[slot] = True
         self.samples[slot] = request.samples
+        self.prompt_values[slot] = report_values(params.prompt_logprobs)
+        self.drawn_values[slot] = report_values(params.logprobs)
         self.first[slot] = not request.reported
         self.last_token_at[slot] = request.last_token_at
         self._changed = True

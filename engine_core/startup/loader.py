@@ -82,6 +82,7 @@ def load_runner(
         device=str(device),
         model_path=str(source.path),
         token_seconds=2 * spec.num_parameters / (CPU_FLOPS * torch.get_num_threads()) if device.type == "cpu" else 0.0,
+        max_logprobs=config.max_logprobs,
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through

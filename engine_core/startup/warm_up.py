@@ -18,7 +18,7 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.execution.step_shape import MAX_BUCKET, Buckets
-from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, StepPlan, int_table
+from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, StepPlan, int_table, report_values, room_for_many
 
 LONGEST = 4096  # position of decode rows: none needs more memory, the last ones of a long context only take longer
 Row = tuple[int, int]
@@ -66,7 +66,7 @@ def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
     runner.state.block_table.fill_(1)
     plans = chain(
         _all_options(sizes, everything, runner.info.hidden_size),  # first, as they need most memory
-        _rare_kernels(sizes, everything, runner.state.block_table.shape[1]),
+        _rare_kernels(sizes, everything, runner),
         _few_options(sizes),
         _every_size(sizes, runner.buckets),
     )
@@ -88,17 +88,22 @@ def _all_options(sizes: Sizes, everything: SamplingParams, hidden_size: int) -> 
         yield _beginning(rows, everything)
 
 
-def _rare_kernels(sizes: Sizes, everything: SamplingParams, max_blocks: int) -> Iterator[StepPlan]:
+def _rare_kernels(sizes: Sizes, everything: SamplingParams, runner: ModelRunner) -> Iterator[StepPlan]:
     """Small steps for kernels that no large one launches: torch has several of an operation, and takes one by size."""
     # Log-probabilities: how topk selects depends on the positions, if the vocabulary is small (ATen's TensorTopK.cu: up
-    # to 20, 40, more), how it sorts on the alternatives (Sort.cu: up to 32, more), and one position is a case of its
-    # own for most operations. A prompt with a token more than its row reports as many positions as the row is long.
-    for count in (min(2, everything.logprobs or 0), everything.logprobs):
+    # to 20, 40, more), how it sorts on the alternatives (Sort.cu: up to 32, more, and so on to a sort of all), and one
+    # position is a case of its own for most operations. A prompt with a token more than its row reports as many
+    # positions as the row is long, if as many of its alternatives fit into a step.
+    room, vocab = room_for_many(runner.info), runner.info.vocab_size
+    doublings = range(1, (vocab // MAX_LOGPROBS).bit_length() + 1)
+    many = [min(MAX_LOGPROBS << i, vocab) for i in doublings] if room else []
+    for count in (min(2, everything.logprobs or 0), everything.logprobs, *many):
         params = replace(everything, logprobs=count, prompt_logprobs=count)
         yield _beginning(sizes.decode(1), params)
         for positions in (20, 40, LOGPROB_CHUNK):
             length = min(positions + 1, sizes.length)
-            row = 0, min(positions, sizes.tokens, length)
+            fit = room // report_values(count) if count in many else positions
+            row = 0, min(positions, sizes.tokens, length, fit)
             yield _plan([row], [_new_request(0, length, params)], samples=False)
     # A request that comes back has its output counted: up to 16 tokens, and more (Indexing.cu's index_add_).
     for length in (min(2, sizes.length), min(18, sizes.length)):
@@ -109,7 +114,7 @@ def _rare_kernels(sizes: Sizes, everything: SamplingParams, max_blocks: int) -> 
         yield _plan([(1, 1)], samples=False)
     # A sequence gets all its blocks at once; no other step here changes the block table.
     plan = _beginning([(0, 1)], everything)
-    yield replace(plan, table=int_table([(0, i, 1) for i in range(max_blocks)], 3))
+    yield replace(plan, table=int_table([(0, i, 1) for i in range(runner.state.block_table.shape[1])], 3))
 
 
 def _few_options(sizes: Sizes) -> Iterator[StepPlan]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.frontend.outputs import CompletionOutput, FinishName, PositionLogprobs
 from wavecore.frontend.text.detokenizer import Detokenizer
+from wavecore.frontend.text.logprobs import Decode, LazyLogprobs, Row, position_of
 from wavecore.frontend.text.stop_strings import StopStrings
 from wavecore.transport.errors import RequestError, WavecoreError
 from wavecore.transport.wire.messages import FinishReason
@@ -42,6 +43,7 @@ class Choice:
     Args:
         detokenizer: None gives no text.
         keep_all: `take` gives all so far instead of what is new.
+        decode: for the log-probabilities of tokens.
 
     Attributes:
         emitted: all tokens so far.
@@ -49,7 +51,9 @@ class Choice:
         told: its end was taken.
     """
 
-    def __init__(self, index: int, params: SamplingParams, detokenizer: Detokenizer | None, keep_all: bool) -> None:
+    def __init__(
+        self, index: int, params: SamplingParams, detokenizer: Detokenizer | None, keep_all: bool, decode: Decode
+    ) -> None:
         self.index = index
         self._detokenizer = detokenizer
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
@@ -63,13 +67,14 @@ class Choice:
         self._is_plain = params.logprobs is None and self._stops is None
         self._num_pieces = 0
         self._pieces: deque[str] = deque()
-        self._new_logprobs: deque[PositionLogprobs] | None = deque() if params.logprobs is not None else None
+        self._decode, self._lazy = decode, (params.logprobs or 0) > MAX_LOGPROBS
+        self._new_logprobs: deque[Any] | None = deque() if params.logprobs is not None else None  # rows where lazy
         self._cumulative: float | None = 0.0 if params.logprobs is not None else None
         self._arrived: _Arrived = 0, 0, 0, self._cumulative, _RUNS
         # Written by the consumer.
         self._taken = self._pieces_taken = 0
         self._text = ""
-        self._logprobs: list[PositionLogprobs] = []
+        self._logprobs: list[Any] = []
         self._fault: WavecoreError | None = None
         self.told = False
 
@@ -97,14 +102,17 @@ class Choice:
             finish, error = "error", self._fault
         elif found is not None and finish in ("length", "stop"):  # perhaps only with what was held back
             finish, stop_reason = "stop", found
+        logprobs: Sequence[PositionLogprobs] | None = None
         if self._new_logprobs is not None:
             self._logprobs += [self._new_logprobs.popleft() for _ in range(min(len(new), len(self._new_logprobs)))]
+            rows = self._logprobs.copy()
+            logprobs = LazyLogprobs([*zip(*rows, strict=True)] or [()], self._decode) if self._lazy else rows
         output = CompletionOutput(
             self.index,
             self._text,
             self.emitted[:count] if self._keep_all else new,
             cumulative,
-            None if self._new_logprobs is None else self._logprobs.copy(),
+            logprobs,
             finish,
             stop_reason,
             self.seed,
@@ -150,7 +158,7 @@ class Choice:
     def feed(
         self,
         tokens: Sequence[int],
-        logprobs: Sequence[PositionLogprobs] = (),
+        logprobs: Sequence[Row] = (),
         finish: FinishReason = FinishReason.NONE,
         reason: int | str | None = None,
     ) -> None:
@@ -189,11 +197,11 @@ class Choice:
             self._arrived = len(self.emitted), *self._arrived[1:-1], _Ending(finish, None, error)
             self.finish = finish
 
-    def _accept(self, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> None:
+    def _accept(self, tokens: Sequence[int], logprobs: Sequence[Row]) -> None:
         self.emitted += tokens
         if self._new_logprobs is not None and self._cumulative is not None:
-            self._new_logprobs += logprobs
-            self._cumulative += sum(entry[token].logprob for token, entry in zip(tokens, logprobs, strict=False))
+            self._new_logprobs += logprobs if self._lazy else [position_of(self._decode, *row) for row in logprobs]
+            self._cumulative += sum(float(values[0]) for _, values, _ in logprobs)
 
     def _read(self, tokens: Sequence[int], detokenizer: Detokenizer, stops: StopStrings) -> None:
         text = detokenizer.feed(tokens)

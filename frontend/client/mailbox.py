@@ -22,7 +22,7 @@ from wavecore.frontend.client.choice import Choice
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.outputs import FinishName, RequestMetrics, RequestOutput
 from wavecore.frontend.text.detokenizer import CONTEXT
-from wavecore.frontend.text.logprobs import PromptLogprobs, read_logprobs
+from wavecore.frontend.text.logprobs import LazyLogprobs, read_rows
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.errors import RequestError, WavecoreError, from_code
 from wavecore.transport.wire.messages import FinishReason, TensorFrame
@@ -75,13 +75,13 @@ class Mailbox:
 
         def choice(index: int) -> Choice:
             text = tokenizer.detokenizer(params, end_of_prompt) if tokenizer is not None and params.detokenize else None
-            return Choice(index, params, text, keep_all=kind is not OutputKind.DELTA)
+            return Choice(index, params, text, kind is not OutputKind.DELTA, self._decode)
 
         self._choices = [choice(i) for i in range(params.n)]
         self._notified = False
         self.started = time.monotonic()
         self._metrics = RequestMetrics(time.time())
-        self._prompt_logprobs: PromptLogprobs | None = None
+        self._prompt_logprobs: LazyLogprobs | None = None
         self._cached_tokens: int | None = None
 
     # --- IO thread -----------------------------------------------------------------------------------------------
@@ -181,10 +181,9 @@ class Mailbox:
         if "pooled" in extra:
             self._embedding = to_numpy(frames[extra["pooled"][0]]).astype(np.float32)
         if "prompt_logprobs" in extra:
-            self._prompt_logprobs = PromptLogprobs(
-                [to_numpy(frames[i]) for i in extra["prompt_logprobs"]], self._decode
-            )
-        logprobs = read_logprobs(frames, extra["logprobs"], self._decode) if "logprobs" in extra else []
+            columns = [to_numpy(frames[i]) for i in extra["prompt_logprobs"]]
+            self._prompt_logprobs = LazyLogprobs(columns, self._decode, first=1)
+        logprobs = read_rows(frames, extra["logprobs"]) if "logprobs" in extra else []
         if finish == FinishReason.ERROR:
             choice.feed(tokens, logprobs)
             error = from_code(str(extra.get("code", "request")), str(extra.get("message", "")))

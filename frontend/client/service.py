@@ -43,7 +43,6 @@ OnOutput = Callable[[str, str], None]
 NO_OPTIONS = RequestOptions()
 MAX_ID = 1024
 TEXT_THREADS = 4
-MAX_PROMPT_LOGPROBS_CELLS = 1 << 24  # positions x alternatives of one request's prompt_logprobs
 
 
 class Service:
@@ -175,6 +174,7 @@ class Service:
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValidationError("sampling_params", f"must be SamplingParams, not {type(params).__name__}")
+        params = params.of_model(self.vocab_size)
         request_id = str(next(self._numbers)) if request_id is None else request_id
         OF_REQUEST.text("request_id", request_id, 1, MAX_ID)
         if (rank := options.data_parallel_rank) is not None:
@@ -248,8 +248,7 @@ class Service:
         if length > most:
             room = f"max_model_len is {self.max_model_len}, which leaves room for {most}"
             raise ValidationError("prompt", f"has {length} tokens; {room}; shorten it, or start with a larger one")
-        if params.prompt_logprobs and length * params.prompt_logprobs > MAX_PROMPT_LOGPROBS_CELLS:
-            raise ValidationError("prompt_logprobs", f"{params.prompt_logprobs} for {length} tokens is too much")
+        params.check_prompt(length)
 
     def _wire(self, params: SamplingParams) -> dict[str, Any]:
         """Parameters as the engine takes them: words as ids, and without what only the text side reads."""
@@ -261,7 +260,7 @@ class Service:
         if params.bad_words:
             words = self.need_tokenizer("bad_words").bad_word_ids(params.bad_words)
             params = replace(params, bad_words=None, bad_words_token_ids=(*(params.bad_words_token_ids or ()), *words))
-        params.check_model(self.vocab_size, self.resolved["eos_token_ids"])
+        params.check_model(self.vocab_size, self.resolved["eos_token_ids"], self.resolved["max_logprobs"])
         wire = params.to_wire()
         wire.pop("stop", None)
         return wire

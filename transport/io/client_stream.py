@@ -100,9 +100,14 @@ class ClientStream:
         return bool(self._waiting or self._outbox.has_unsent)
 
     @property
+    def held_bytes(self) -> int:
+        """Of output that waits or is not acknowledged."""
+        return self._outbox.bytes + self._waiting_bytes
+
+    @property
     def overflows(self) -> bool:
         """Whether it must be dropped for what the engine would have to hold for it."""
-        return self._outbox.bytes + self._waiting_bytes > self._limits.held_bytes or len(self._outbox) > HELD_MESSAGES
+        return self.held_bytes > self._limits.held_bytes or len(self._outbox) > HELD_MESSAGES
 
     def heard(self) -> None:
         self._silent_ticks = 0

@@ -113,6 +113,11 @@ class OutputPump(BoundThread):
         stream = self._streams.get(client_id)
         return stream.input if stream is not None and epoch == self._epoch else None
 
+    def held_bytes(self, client_id: bytes) -> int:
+        """Of output that a client has not acknowledged. A number that is a moment old, for any thread."""
+        stream = self._streams.get(client_id)
+        return stream.held_bytes if stream is not None else 0
+
     def put(self, outputs: Mapping[bytes, StepTokens]) -> None:
         """Output of one step, by client_id. The arrays must not be written to afterwards."""
         self._hand_over(lambda: self._put(outputs))

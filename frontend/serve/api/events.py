@@ -187,8 +187,9 @@ class Events:
 
 
 def top_of(row: PositionLogprobs, count: int) -> list[tuple[int, str, float]]:
-    """The chosen token, and behind it the `count` most likely: id, text and log-probability."""
+    """The chosen token, and behind it the `count` most likely, of -1 all: id, text and log-probability."""
     entries = [(token, entry.decoded_token or "", max(entry.logprob, LEAST_LOGPROB)) for token, entry in row.items()]
-    ranks = {token: entry.rank or count + 1 for token, entry in row.items()}
-    best = sorted((entry for entry in entries if ranks[entry[0]] <= count), key=lambda entry: ranks[entry[0]])
+    most = count if count >= 0 else len(row)
+    ranks = {token: entry.rank or most + 1 for token, entry in row.items()}
+    best = sorted((entry for entry in entries if ranks[entry[0]] <= most), key=lambda entry: ranks[entry[0]])
     return [entries[0], *best]

@@ -66,7 +66,8 @@ class Scheduler:
         self._made_room_for: Request | None = None  # others were pushed out for it: it may use the reserve
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step; None when there is nothing to do now. It may hold swaps alone, and no row."""
+        """Plan the next step; None when there is nothing to do now. It may hold swaps or new requests alone, and no
+        row."""
         self.requests.expire()
         if self.budget.paused:
             self._block(Reason.MEMORY, "a step of one token ran out of memory: it is tried again in a moment")
@@ -76,7 +77,7 @@ class Scheduler:
         if not len(slots) and self.kv.transfers:
             self.requests.land(events.step_id - 1)
             slots, lens = self._choose()
-        if not len(slots) and not (events.swap_out or events.swap_in):
+        if not len(slots) and not (events.swap_out or events.swap_in or self._new_requests):
             return None
         return self._commit(slots, lens)
 
@@ -285,8 +286,7 @@ class Scheduler:
         for slot in slots[last].tolist():
             s.stop(slot)
         events = self.kv.take_events()
-        # A slot may have been taken twice since the last plan: by one that got no row, and left.
-        new_requests, self._new_requests = tuple({new.slot: new for new in self._new_requests}.values()), []
+        new_requests, self._new_requests = tuple(self._new_requests), []
         self.requests.totals.steps += 1
         return StepPlan(
             step_id=events.step_id,

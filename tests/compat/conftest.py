@@ -25,6 +25,6 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path) -> Iterator[LLM]:
-    made = LLM(str(tiny_llama), **SMALL)
+    made = LLM(str(tiny_llama), max_logprobs=-1, **SMALL)
     yield made
     made.shutdown()

@@ -196,13 +196,37 @@ def test_without_detokenize_there_is_no_text_anywhere(llm: LLM, tokens: list[int
     assert {entry.decoded_token for position in found.logprobs for entry in position.values()} == {None}
 
 
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_log_probabilities_of_the_whole_vocabulary_are_refused_with_the_way_out(name: str) -> None:
-    with pytest.raises(ValidationError, match=f"^{name}: at most 64 .*prompt_logprobs=0"):
-        SamplingParams(**{name: -1})
+@pytest.mark.parametrize(("asked", "count"), [(-1, 512), (512, 512), (65, 65)])
+def test_log_probabilities_of_the_whole_vocabulary(llm: LLM, tokens: list[int], asked: int, count: int) -> None:
+    """With max_logprobs=-1; the shapes are those of few."""
+    found = one(llm, n=2, temperature=1.0, seed=1, logprobs=asked, prompt_logprobs=asked, max_tokens=3)
+    scored = one(llm, [*PROMPT, *found.outputs[1].token_ids], prompt_logprobs=0, max_tokens=1).prompt_logprobs
+    assert found.prompt_logprobs is not None and found.prompt_logprobs[0] is None and scored is not None
+    for choice in found.outputs:
+        assert choice.logprobs is not None and len(choice.logprobs) == 3
+        for token, position in zip(
+            (*PROMPT[1:], *choice.token_ids), (*found.prompt_logprobs[1:], *choice.logprobs), strict=True
+        ):
+            assert type(position) is dict and next(iter(position)) == token and len(position) in (count, count + 1)
+            assert {entry.rank for entry in position.values()} >= set(range(1, count + 1))
+            assert all(isinstance(entry.decoded_token, str) for entry in position.values())
+            if count == 512:
+                assert math.fsum(math.exp(entry.logprob) for entry in position.values()) == pytest.approx(1, abs=1e-4)
+        chosen = [position[token].logprob for token, position in zip(choice.token_ids, choice.logprobs, strict=True)]
+        assert choice.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-4)
+    again = [position[token].logprob for token, position in zip(found.outputs[1].token_ids, scored[4:], strict=True)]  # type: ignore[index]
+    assert again == pytest.approx(chosen, abs=1e-3)
 
 
-@pytest.mark.parametrize("asked", [65, -2, 1.5, "one"])
+def test_the_engine_bounds_log_probabilities_as_it_was_told() -> None:
+    with LLM("scripted:", skip_tokenizer_init=True, max_logprobs=1) as few:
+        assert one(few, logprobs=1, prompt_logprobs=1).outputs[0].logprobs
+        for asked in ({"logprobs": 2}, {"prompt_logprobs": 2}, {"logprobs": -1}):
+            with pytest.raises(ValueError, match=rf"^{next(iter(asked))}: \d+ is above max_logprobs 1; start"):
+                one(few, **asked)
+
+
+@pytest.mark.parametrize("asked", [513, -2, 1.5, "one"])
 def test_log_probabilities_out_of_bounds(llm: LLM, asked: Any) -> None:
     with pytest.raises(ValueError, match="logprobs"):
         one(llm, logprobs=asked)

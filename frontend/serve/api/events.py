@@ -160,7 +160,7 @@ class Events:
                 if self.token_ids:
                     found |= {"token_ids": choice.token_ids, "prompt_token_ids": output.prompt_token_ids}
                 if output.prompt_logprobs is not None and echo is None:
-                    found["prompt_logprobs"] = output.prompt_logprobs
+                    found["prompt_logprobs"] = list(output.prompt_logprobs)
                 choices.append(found)
         count = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
         answer = {"id": self.id, "object": self.shape.whole, "created": self.created, "model": self.model}

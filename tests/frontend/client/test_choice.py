@@ -19,7 +19,7 @@ from wavecore.frontend.client.notifiers import ThreadNotifier
 from wavecore.frontend.client.request import EngineRequest
 from wavecore.frontend.outputs import Logprob
 from wavecore.frontend.text.detokenizer import CONTEXT
-from wavecore.frontend.text.logprobs import read_logprobs
+from wavecore.frontend.text.logprobs import LazyLogprobs, Row, position_of, read_rows
 from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.transport.wire.messages import FinishReason
 from wavecore.transport.wire.tensors import from_numpy
@@ -30,15 +30,15 @@ NOW = 0.0
 
 def choice(keep_all: bool = True, **values: object) -> Choice:
     params = SamplingParams(**values)  # type: ignore[arg-type]
-    return Choice(0, params, TOKENIZER.detokenizer(params, []), keep_all)
+    return Choice(0, params, TOKENIZER.detokenizer(params, []), keep_all, None)
 
 
 def ids(text: str) -> list[int]:
     return byte_level().encode(text).ids
 
 
-def entry(token: int) -> dict[int, Logprob]:
-    return {token: Logprob(-1.0, 1)}
+def entry(token: int) -> Row:
+    return np.array([token], np.int32), np.array([-1.0], np.float32), np.int32(1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
@@ -124,12 +124,12 @@ def test_logprob_frames() -> None:
         from_numpy(np.array([[-0.5, -0.5, -1.0], [-5.0, -0.1, -0.2]], np.float32)),
         from_numpy(np.array([1, 40], np.int32)),
     ]
-    first, second = read_logprobs(frames, [0, 1, 2], str)
+    first, second = [position_of(str, *row) for row in read_rows(frames, [0, 1, 2])]
     assert first == {7: Logprob(-0.5, 1, "7"), 8: Logprob(-1.0, 2, "8")}
     assert list(second) == [9, 1, 2]
     assert second[9].rank == 40
     assert [e.rank for e in second.values()] == [40, 1, 2]
-    assert len(read_logprobs(frames, [0, 1, 2, 0, 1, 2], None)) == 4
+    assert len(read_rows(frames, [0, 1, 2, 0, 1, 2])) == 4
 
 
 def test_a_fault_of_the_detokenizer_ends_its_choice() -> None:
@@ -140,7 +140,7 @@ def test_a_fault_of_the_detokenizer_ends_its_choice() -> None:
         def flush(self) -> str:
             return ""
 
-    broken = Choice(0, SamplingParams(), Broken(), keep_all=False)
+    broken = Choice(0, SamplingParams(), Broken(), False, None)
     broken.feed([1, 2])
     output = broken.take()
     assert (output.finish_reason, output.token_ids) == ("error", [1, 2])
@@ -195,7 +195,7 @@ def test_what_a_detokenizer_held_back_goes_through_the_stop_strings_and_is_none_
             return "TOP and more"
 
     def late(stop: str, finish: FinishReason = FinishReason.LENGTH, min_tokens: int = 0) -> tuple[str, object, object]:
-        one = Choice(0, SamplingParams(stop=stop, min_tokens=min_tokens), Late(), keep_all=True)
+        one = Choice(0, SamplingParams(stop=stop, min_tokens=min_tokens), Late(), True, None)
         one.feed([1], finish=finish)
         output = one.take()
         return output.text, output.finish_reason, output.stop_reason
@@ -236,7 +236,7 @@ def test_text_ends_where_its_detokenizer_failed(caplog: pytest.LogCaptureFixture
         def flush(self) -> str:
             return "and more"
 
-    broken = Choice(0, SamplingParams(), Broken(), keep_all=True)
+    broken = Choice(0, SamplingParams(), Broken(), True, None)
     for token in (5, 7, 5):
         broken.feed([token])
         assert (broken.take().text, broken.told) == ("x", token == 7 or bool(caplog.records))
@@ -250,7 +250,7 @@ def test_text_ends_where_its_detokenizer_failed(caplog: pytest.LogCaptureFixture
 
 
 def test_without_text_stop_strings_stop_nothing() -> None:
-    one = Choice(0, SamplingParams(stop="a"), None, keep_all=True)
+    one = Choice(0, SamplingParams(stop="a"), None, True, None)
     one.feed(ids("a"))
     output = one.take()
     assert (output.text, output.finish_reason, output.token_ids) == ("", None, ids("a"))
@@ -338,6 +338,36 @@ def test_prompt_logprobs_are_made_when_they_are_read(monkeypatch: pytest.MonkeyP
     with pytest.raises(IndexError):
         found[3]
     assert type(copied := pickle.loads(pickle.dumps(found))) is list and copied == [*found]
+
+
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_logprobs_of_many_alternatives_are_made_when_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, kind: OutputKind
+) -> None:
+    """Those of a whole vocabulary would hold up all streams of a program."""
+    decoded: list[int] = []
+    monkeypatch.setattr(Tokenizer, "decode_token", lambda _, token: decoded.append(token) or str(token))
+    mailbox, count = mailbox_of(kind=kind, logprobs=100), 100
+    for token in (7, 99):
+        frames = (
+            from_numpy(np.array([[token, *range(count)]], np.int32)),
+            from_numpy(np.array([[-0.5 - token, *[-0.5 - i for i in range(count)]]], np.float32)),
+            from_numpy(np.array([1 + token], np.int32)),
+        )
+        end = FinishReason.LENGTH if token == 99 else FinishReason.NONE
+        mailbox.deliver(0, [token], NOW, end, {"logprobs": [0, 1, 2]}, frames)
+        if kind is not OutputKind.FINAL:
+            output = mailbox.take()
+    if kind is OutputKind.FINAL:
+        output = mailbox.take()
+    assert output is not None and decoded == []
+    choice = output.outputs[0]
+    assert choice.cumulative_logprob == -107.0 and isinstance(choice.logprobs, LazyLogprobs)
+    assert len(choice.logprobs) == len(choice.token_ids) == (1 if kind is OutputKind.DELTA else 2)
+    last = choice.logprobs[-1]
+    assert [*last] == [99, *range(99)] and last == {i: Logprob(-0.5 - i, i + 1, str(i)) for i in range(100)}
+    assert len(decoded) == 100, "one position was read"
+    assert type(copied := pickle.loads(pickle.dumps(choice.logprobs))) is list and choice.logprobs == copied
 
 
 def test_whole_outputs_show_every_choice_and_deltas_those_with_news() -> None:

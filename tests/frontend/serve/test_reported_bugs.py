@@ -85,6 +85,16 @@ def test_a_prompt_is_scored(real_server: Served) -> None:
     assert streamed["logprobs"] == scores
 
 
+def test_prompt_logprobs_of_an_answer_without_echo(real_server: Served) -> None:
+    """They are made when they are read, which JSON's encoder does not do."""
+    body = {"prompt": "The capital of France", "prompt_logprobs": 2, "max_tokens": 1, "return_token_ids": True}
+    [choice] = real_server.post("/v1/completions", body).json()["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None and len(others) == len(choice["prompt_token_ids"]) - 1 > 1
+    for token, entries in zip(choice["prompt_token_ids"][1:], others, strict=True):
+        assert {1, 2} <= {entry["rank"] for entry in entries.values()} and entries[str(token)]["logprob"] <= 0
+
+
 def test_logprobs_of_a_chat(real_server: Served) -> None:
     """E-22, E-23: without top_logprobs the list is empty; values are the raw model's, whatever is sampled by."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "logprobs": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import UserDict
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -32,6 +33,7 @@ from wavecore import (
     connect,
 )
 from wavecore.engine_core.api.request_options import RequestOptions
+from wavecore.frontend.client.mailbox import Mailbox
 from wavecore.frontend.prompts import Prompt
 from wavecore.frontend.text import template_process
 from wavecore.frontend.text.tokenizer import Tokenizer
@@ -281,3 +283,30 @@ async def test_looks_into_the_engine(llm: AsyncLLM, tmp_path: Path, capsys: pyte
     with pytest.raises(NotSupportedError, match="no attention"):
         await llm.visualize_attention([5], 0, 0, tmp_path / "x.png")
     assert AsyncLLM.debug_requests.__doc__ == LLM.debug_requests.__doc__
+
+
+@pytest.mark.slow
+async def test_a_client_slower_than_its_log_probabilities_loses_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 MB of them, of which the engine may hold 256 MB for a client; other streams go on meanwhile."""
+    deliver = Mailbox.deliver
+
+    def slow(self: Mailbox, *row: Any) -> bool:
+        time.sleep(0.02 * bool(self.request.params.logprobs))
+        return deliver(self, *row)
+
+    async def count(llm: AsyncLLM, **asked: Any) -> int:
+        found = 0
+        async for output in llm.generate([5], SamplingParams(max_tokens=42, ignore_eos=True, **asked)):
+            positions = output.outputs[0].logprobs or ()
+            assert len(positions) == (len(output.outputs[0].token_ids) if asked else 0)
+            found += len(output.outputs[0].token_ids)
+        return found
+
+    monkeypatch.setattr(Mailbox, "deliver", slow)
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"vocab_size": 150_000}))
+    async with AsyncLLM(f"scripted:{script}", max_logprobs=-1) as llm:
+        found = await asyncio.gather(*[count(llm, logprobs=-1) for _ in range(8)], count(llm))
+    assert found == [42] * 9

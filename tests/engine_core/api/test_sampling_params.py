@@ -97,6 +97,13 @@ def test_true_asks_for_one_alternative_and_false_for_none(name: str) -> None:
     assert getattr(SamplingParams(**{name: False}), name) is None
 
 
+def test_minus_one_stands_for_all_alternatives_of_a_model() -> None:
+    asked = SamplingParams(logprobs=-1, prompt_logprobs=3)
+    assert asked.logprobs == -1, "as it was given, until a model is known"
+    assert asked.of_model(500) == SamplingParams(logprobs=500, prompt_logprobs=3)
+    assert SamplingParams(n=2).of_model(500) == SamplingParams(n=2)
+
+
 def test_a_seed_of_minus_one_is_random() -> None:
     assert SamplingParams(seed=-1) == SamplingParams()
     assert SamplingParams(seed=-2).seed == -2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,9 @@ def admit(
         ("emitted", [1, 2], {"emitted": 1, "pooling": "mean"}, {}),
         ("emitted", [1, 2], {"emitted": 1}, {"max_tokens": 0}),
         ("n", [1, 2], {"emitted": 1}, {"n": 2}),
+        ("logprobs", [1], {}, {"logprobs": 65}),
+        ("logprobs", [1], {}, {"logprobs": -1}),
+        ("prompt_logprobs", [1], {}, {"prompt_logprobs": 101}),
     ],
 )
 def test_refused(field: str, prompt: list[int], options: dict[str, Any], params: dict[str, Any]) -> None:
@@ -186,3 +190,20 @@ def test_a_draining_engine_takes_nothing_new_and_finishes_the_rest() -> None:
         driver.add(1, [1])
     driver.run()
     driver.check_all()
+
+
+def test_minus_one_is_the_whole_vocabulary_where_max_logprobs_lets_it() -> None:
+    for most, asked, count in ((-1, -1, 100), (100, -1, 100), (70, 70, 70)):
+        params = admit([1], driver=SchedulerDriver(SCRIPT, max_logprobs=most), logprobs=asked).params
+        assert (params.logprobs, params.prompt_logprobs) == (count, None)
+    with pytest.raises(ValidationError, match=r"^logprobs: 100 is above max_logprobs 99; start .* \(-1 for no limit\)"):
+        admit([1], driver=SchedulerDriver(SCRIPT, max_logprobs=99), logprobs=-1)
+
+
+def test_log_probabilities_of_a_prompt_must_fit_into_a_message() -> None:
+    """What the client checks, too: -1 counts as the vocabulary."""
+    driver = SchedulerDriver(replace(SCRIPT, vocab_size=1 << 20), max_logprobs=-1)
+    admit([1] * 16, driver=driver, prompt_logprobs=-1)
+    with pytest.raises(ValidationError, match=r"^prompt_logprobs: 1048576 for 17 tokens is too much"):
+        admit([1] * 17, driver=driver, prompt_logprobs=-1)
+    admit([1] * 17, {"emitted": 1}, driver=driver, prompt_logprobs=-1)

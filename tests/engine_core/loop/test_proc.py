@@ -26,6 +26,7 @@ class Recorder:
         self.progress = self
         self.seen: list[Any] = []
         self.is_busy = True
+        self.unread: list[int] = []  # bytes, as they are asked for
 
     def beat(self) -> None:
         self.seen.append("beat")
@@ -35,6 +36,9 @@ class Recorder:
 
     def put(self, outputs: dict[bytes, StepTokens]) -> None:
         self.seen.append(("tokens", int(sum(output.counts.sum() for output in outputs.values()))))
+
+    def held_bytes(self, client_id: bytes) -> int:
+        return self.unread.pop() if self.unread and client_id == CLIENT else 0
 
     def put_result(
         self, client_id: bytes, call: int, value: Any = None, frames: Any = (), error: WavecoreError | None = None
@@ -50,7 +54,7 @@ class Recorder:
 @pytest.fixture
 def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineCoreProc, Recorder, SchedulerDriver]]:
     """A loop in which each turn has time for two calls."""
-    driver = SchedulerDriver(Script(vocab_size=97, eos_token_id=[], max_model_len=512))
+    driver = SchedulerDriver(Script(vocab_size=97, eos_token_id=[], max_model_len=512), max_logprobs=-1)
     recorder = Recorder()
     proc: Any = EngineCoreProc(
         driver.core,
@@ -137,3 +141,20 @@ def test_a_call_that_fails_again_and_again_logs_one_traceback(loop: Any, caplog:
     assert all("block 7" in str(entry[2]) for entry in recorder.seen if entry != "beat")
     [record] = [record for record in caplog.records if "Traceback" in record.getMessage()]
     assert record.levelname == "ERROR"
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_client_with_much_to_read_gets_no_more_reports_and_to_wait_for_it_is_no_hang(loop: Any, other: bool) -> None:
+    """Its requests would end for what waits for it; those of others, and its own without reports, go on."""
+    proc, recorder, driver = loop
+    for handle, logprobs in enumerate((-1, 64)):
+        driver.add(handle, [1] * 5, max_tokens=6, logprobs=logprobs)
+    if other:
+        driver.add(2, [2] * 5, client=OTHER, max_tokens=6, logprobs=-1)
+    recorder.unread = [proc_module._BEHIND_BYTES + 1] * 30
+    proc.input_queue.put(StopIn(drain=True))
+    proc.run_busy_loop()
+    last = max(i for i, entry in enumerate(recorder.seen[:-7]) if entry == "beat")
+    tokens = [entry[1] for entry in recorder.seen if isinstance(entry, tuple)]
+    assert tokens == [1 + other] * 6 + [1] * 6, "who waits gets its tokens behind all others"
+    assert recorder.seen.count("beat") >= 30 and last > 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support.model_engine import ModelEngine
 
+from wavecore.engine_core import plan as step_plan
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.engine_core.execution.step_shape import MAX_BUCKET, Buckets, StepShape, bucket
@@ -40,8 +42,9 @@ class Recorder:
         return SimpleNamespace(wait=lambda: None)
 
 
-def record(length: int, tokens: int, seqs: int) -> list[StepPlan]:
+def record(length: int, tokens: int, seqs: int, max_logprobs: int = MAX_LOGPROBS) -> list[StepPlan]:
     runner = Recorder(length, tokens, seqs)
+    runner.info = replace(runner.info, max_logprobs=max_logprobs)
     warm_up(runner, EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens))  # type: ignore[arg-type]
     assert not runner.state.block_table.any()
     return runner.plans
@@ -164,6 +167,16 @@ def test_every_kernel_that_torch_picks_by_size_is_used(sizes: tuple[int, int, in
         ends = dict(zip(plan.slots.tolist(), (plan.starts + plan.query_lens).tolist(), strict=True))
         kept |= {slot for slot, a in begun.items() if ends[slot] < a.num_prompt}
     assert pooled, "no prompt is pooled in two steps"
+
+
+@pytest.mark.parametrize("room", [step_plan.MANY_VALUES, 1])
+def test_reports_of_many_alternatives_are_made_in_as_many_positions_as_fit(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(step_plan, "MANY_VALUES", room)
+    found = {(n, k) for n, k in reports(record(100, 300, 20, max_logprobs=-1)) if k > MAX_LOGPROBS}
+    fits = {128: (3,), 211: (2,)} if room == 1 else {128: (20, 40, 64), 211: (20, 40, 64)}
+    assert found == {(n, k) for k, sizes in fits.items() for n in (1, *sizes)}
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,11 @@ def test_slow_client_is_merged_and_a_fast_one_unharmed(make_engine: Any, make_cl
     state = engine.output._streams[slow.pump.client_id(0)]
     assert len(state._outbox) <= limits.messages
     assert len(state._waiting) <= 2 * 64
+    name = slow.pump.client_id(0)
+    assert engine.output.held_bytes(name) >= 4 * 4000 * 4 and engine.output.held_bytes(bytes(16)) == 0
     pause.lifted.set()
     slow.wait_ends(*late)
+    until(lambda: engine.output.held_bytes(name) == 0, "the last acknowledgement")
     assert [slow.received[handle] for handle in late] == [5000] * 4
     assert slow.steps < 500
 

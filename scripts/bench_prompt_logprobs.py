@@ -1,6 +1,6 @@
 """How long an event loop stands still while the log-probabilities of long prompts arrive in its program.
 
-    python scripts/bench_prompt_logprobs.py [--prompts 4] [--tokens 20000] [--alternatives 20]
+    python scripts/bench_prompt_logprobs.py [--prompts 4] [--tokens 20000] [--alternatives 20] [--vocab 4000]
 
 A scripted engine answers at once, so that the time is the client's. Printed are the time until all outputs are there,
 the longest times that the loop stood still, and what reading every entry of one output costs afterwards.
@@ -31,10 +31,10 @@ async def watch(gaps: list[float]) -> None:
         gaps.append(time.perf_counter() - start - 0.001)
 
 
-async def measure(folder: Path, prompts: int, tokens: int, alternatives: int) -> None:
+async def measure(folder: Path, prompts: int, tokens: int, alternatives: int, vocab: int) -> None:
     small_tokenizer().save(str(folder / "tokenizer.json"))
     blocks = prompts * (tokens // BLOCK_SIZE + 2)
-    script = {"vocab_size": 4000, "max_model_len": tokens + 2, "num_blocks": blocks, "block_size": BLOCK_SIZE}
+    script = {"vocab_size": vocab, "max_model_len": tokens + 2, "num_blocks": blocks, "block_size": BLOCK_SIZE}
     (folder / "script.json").write_text(json.dumps(script))
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=alternatives)
 
@@ -43,7 +43,7 @@ async def measure(folder: Path, prompts: int, tokens: int, alternatives: int) ->
         [output] = [o async for o in llm.generate({"prompt_token_ids": ids}, params, output_kind="final")]
         return output
 
-    settings = {"tokenizer": str(folder), "disable_tqdm": True, "max_num_batched_tokens": 8192}
+    settings = {"tokenizer": str(folder), "disable_tqdm": True, "max_num_batched_tokens": 8192, "max_logprobs": -1}
     async with await AsyncLLM.start(f"scripted:{folder / 'script.json'}", **settings) as llm:
         gaps: list[float] = []
         watcher = asyncio.create_task(watch(gaps))
@@ -63,10 +63,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--alternatives", type=int, default=20)
+    parser.add_argument("--alternatives", type=int, default=20, help="-1 for the whole vocabulary")
+    parser.add_argument("--vocab", type=int, default=4000)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(Path(folder), args.prompts, args.tokens, args.alternatives))
+        asyncio.run(measure(Path(folder), args.prompts, args.tokens, args.alternatives, args.vocab))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from wavecore.engine_core.plan import PendingStep, StepPlan
 
 
 def main(folder: Path, dtype: str) -> None:
-    runner: Any = load(folder, device="cuda", dtype=dtype, block_size=16)
+    runner: Any = load(folder, device="cuda", dtype=dtype, block_size=16, max_logprobs=-1)
     runner.graphs.most = 0  # a graph loads nothing that was not loaded when its steps ran without one
     grow_allocator(runner)
     sleep().synchronize()  # the kernel that sleeps is loaded, too

@@ -39,6 +39,16 @@ def with_logprobs(count: int, most: int) -> Scenario:
     return lambda driver: [add(driver, i) for i in range(count)]
 
 
+def many_logprobs(count: int, length: int, alternatives: int = WHOLE) -> Scenario:
+    """So many requests at once with so many alternatives of each token, up to the whole vocabulary."""
+
+    def add(driver: ModelDriver, i: int) -> DrivenSequence:
+        asked = min(alternatives, driver.runner.info.vocab_size)
+        return driver.add(prompt(i, length), 3, i, replace(GREEDY, logprobs=asked, prompt_logprobs=asked))
+
+    return lambda driver: [add(driver, i) for i in range(count)]
+
+
 def with_embeds(driver: ModelDriver) -> list[DrivenSequence]:
     return [driver.add([0] * 30, 3, i, embeds=embeds(driver, i, 30)) for i in range(4)]
 
@@ -77,6 +87,9 @@ SCENARIOS: dict[str, Scenario] = {
     "logprobs of one row": several(1, logprobs=5),
     "one alternative": several(5, logprobs=1),
     "no alternative": several(5, logprobs=0),
+    "logprobs of 100 alternatives": many_logprobs(9, 30, 100),
+    "logprobs of 5,000 alternatives": many_logprobs(2, 50, 5000),
+    "logprobs of all alternatives": many_logprobs(1, 5),
     "prompt_logprobs": several(3, 150, prompt_logprobs=5),
     "prompt_logprobs of short prompts": several(4, 2, prompt_logprobs=2),
     "prompt_logprobs of 30 positions": several(4, 31, prompt_logprobs=2),

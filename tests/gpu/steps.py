@@ -16,7 +16,7 @@ from wavecore.engine_core.plan import StepPlan, StepResult
 
 
 def make(folder: Path, **settings: Any) -> Any:
-    return load(folder, device="cuda", dtype="float32", block_size=16, **settings)
+    return load(folder, device="cuda", dtype="float32", block_size=16, max_logprobs=-1, **settings)
 
 
 def prompt(i: int, length: int) -> list[int]:

@@ -56,8 +56,7 @@ class Report:
 def room_for_extras(max_num_batched_tokens: int, max_num_seqs: int, info: RunnerInfo) -> int:
     """int32 values that the rows of one step can want: a report for each token, a pooled vector for each row, and what
     the scheduler shares out among reports of more alternatives."""
-    reports = max_num_batched_tokens * (2 * (1 + MAX_LOGPROBS) + 1) + room_for_many(info)
-    return reports + max_num_seqs * info.hidden_size
+    return max_num_batched_tokens * (2 * (1 + MAX_LOGPROBS) + 1) + max_num_seqs * info.hidden_size + room_for_many(info)
 
 
 class Extras:

@@ -157,8 +157,7 @@ class EngineCoreProc:
 
     def _is_behind(self, client_id: bytes) -> bool:
         """It is to read first what it has: else it would lose its requests for all that the engine had to hold."""
-        behind = self._output.held_bytes(client_id) > _BEHIND_BYTES
-        if behind:
+        if behind := self._output.held_bytes(client_id) > _BEHIND_BYTES:
             self._progress.beat()  # to wait for a client is no hang
         return behind
 

@@ -92,8 +92,7 @@ class Scheduler:
         self._room_left = self._room_for_many
         slots, lens, left = self._running()
         if (self.slots.prompt_values | self.slots.drawn_values)[slots].any():
-            rows = zip(slots.tolist(), lens.tolist(), strict=True)
-            lens = np.array([self._fit_report(slot, length) for slot, length in rows], np.int32)
+            lens = np.array([*map(self._fit_report, slots.tolist(), lens.tolist())], np.int32)
             slots, lens = slots[lens > 0], lens[lens > 0]
         slots, lens, all_fit = self._grow(slots, lens)
         if all_fit:
@@ -131,8 +130,7 @@ class Scheduler:
         if not each + drawn:
             return length
         each = max(1, each) if s.computed[slot] < request.num_prompt - 1 else 1
-        room = 0 if self.is_behind(request.client) else self._room_left - drawn
-        fit = max(0, min(length, room // each))
+        fit = 0 if self.is_behind(request.client) else max(0, min(length, (self._room_left - drawn) // each))
         self._room_left -= fit and fit * each + drawn
         return fit
 

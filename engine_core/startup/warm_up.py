@@ -95,8 +95,7 @@ def _rare_kernels(sizes: Sizes, everything: SamplingParams, runner: ModelRunner)
     # position is a case of its own for most operations. A prompt with a token more than its row reports as many
     # positions as the row is long, if as many of its alternatives fit into a step.
     room, vocab = room_for_many(runner.info), runner.info.vocab_size
-    doublings = range(1, (vocab // MAX_LOGPROBS).bit_length() + 1)
-    many = [min(MAX_LOGPROBS << i, vocab) for i in doublings] if room else []
+    many = [min(MAX_LOGPROBS << i, vocab) for i in range(1, 1 + (vocab // MAX_LOGPROBS).bit_length()) if room]
     for count in (min(2, everything.logprobs or 0), everything.logprobs, *many):
         params = replace(everything, logprobs=count, prompt_logprobs=count)
         yield _beginning(sizes.decode(1), params)

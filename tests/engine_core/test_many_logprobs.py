@@ -14,7 +14,7 @@ from tests.support.thread_ranks import ThreadRanks
 
 from wavecore.engine_core import plan
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.plan import report_values, room_for_many
+from wavecore.engine_core.plan import PendingStep, StepPlan, report_values, room_for_many
 
 ASKED = (
     SamplingParams(temperature=1.0, seed=1, max_tokens=6, n=2, logprobs=-1, prompt_logprobs=-1),
@@ -24,7 +24,7 @@ ASKED = (
     SamplingParams(temperature=0.0, max_tokens=4, logprobs=0, prompt_logprobs=65),
     SamplingParams(temperature=1.0, seed=3, max_tokens=5, logprobs=VOCAB, repetition_penalty=1.4),
 )
-TIGHT = {"num_gpu_blocks_override": 24, "max_num_seqs": 5}
+TIGHT = {"num_gpu_blocks_override": 16, "max_num_seqs": 5}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_they_are_those_of_transformers(
     """Beside rows that ask for few or none; also where a step has room for one position of a prompt and one token."""
     monkeypatch.setattr(plan, "MANY_VALUES", values)
     engine = ModelEngine(model, ranks, max_logprobs=-1, **settings)
-    texts = prompts(2 * len(ASKED), longest=40, seed=5)
+    texts = prompts(2 * len(ASKED), longest=28, seed=5)
     handles = [engine.add(text, ASKED[i % len(ASKED)]) for i, text in enumerate(texts)]
     outputs = engine.run()
     if isinstance(engine.runner, ThreadRanks):
@@ -93,3 +93,33 @@ def test_without_max_logprobs_they_take_no_memory_and_with_it_two_positions_fit(
     sizes = [runner.out.vector.numel() for runner in (plain, many)]  # type: ignore[attr-defined]
     assert sizes[1] - sizes[0] == room_for_many(many.info) == plan.MANY_VALUES and not room_for_many(plain.info)
     assert report_values(64) == report_values(None) == 0 and report_values(65) == 2 * 66 + 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_request_may_begin_in_a_step_without_rows(model: Path, ranks: int) -> None:
+    """Its client has much to read: it takes its slot and its blocks, and its first row comes later."""
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=6, n=2, logprobs=-1, repetition_penalty=1.4)
+    want, _ = generated(model, params, ranks=1, waits=0)
+    got, rows = generated(model, params, ranks, waits=4)
+    assert rows[0] == 0 < rows[1]
+    for one, other in zip(got, want, strict=True):
+        assert one.tokens == other.tokens and len(one.tokens) == 6
+        np.testing.assert_allclose(one.logprobs[-1][1], other.logprobs[-1][1], rtol=0, atol=1e-4)
+
+
+def generated(model: Path, params: SamplingParams, ranks: int, waits: int) -> tuple[list[Output], list[int]]:
+    """The output of a request whose client reads after so many tries to give it a row, and the rows of each plan."""
+    engine = ModelEngine(model, ranks, max_logprobs=-1)
+    behind, launch, rows = iter([True] * waits), engine.runner.launch, []
+
+    def noting(plan: StepPlan) -> PendingStep:
+        rows.append(plan.num_rows)
+        return launch(plan)
+
+    engine.core.scheduler.is_behind = lambda _client: next(behind, False)
+    engine.runner.launch = noting  # type: ignore[method-assign]
+    engine.add([5, 9, 140, 33, 7, 61], params)
+    outputs = list(engine.run().values())
+    if isinstance(engine.runner, ThreadRanks):
+        engine.runner.close()
+    return outputs, rows

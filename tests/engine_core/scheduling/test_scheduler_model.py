@@ -183,7 +183,7 @@ def watch_reports(driver: SchedulerDriver) -> None:
     driver.core.scheduler.is_behind = lambda client: client == b"d" * 16 and driver.steps % 5 > 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(configs, st.lists(reporting, min_size=1, max_size=7))
 def test_reports_of_many_alternatives_share_what_a_step_has_room_for(
     config: dict[str, Any], plans: list[dict[str, Any]]

@@ -119,6 +119,7 @@ class ScriptedPump:
             "vocab_size": VOCAB,
             "eos_token_ids": [],
             "max_num_queued_reqs": 4096,
+            "max_logprobs": 64,
             "tokenizer": self.tokenizer,
         }
         self.call_soon(lambda: self._on_event(index, Ready(EPOCH, resolved)))

@@ -48,8 +48,8 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step, at least a token a row: where only one of the two is given,
             the other one's default gives way. On a CPU steps take less of it: about a second of work.
         max_logprobs: most alternatives that a request may ask for as logprobs or prompt_logprobs; -1 for the whole
-            vocabulary. Each takes 8 bytes a token, on the wire and in the client. Above 64 a step takes 8 MiB more of
-            the device's memory, and 24 MiB of pinned memory, or what one token's whole vocabulary takes.
+            vocabulary. Each takes 8 bytes a token, on the wire and in the client. Above 64 steps take 8 MiB more of the
+            device's memory and 24 MiB more of pinned memory; with a very large vocabulary, what two tokens of all take.
         max_inter_token_ms: target for the gap between two tokens of a request. A step with decoding rows holds only as
             many prompt tokens as fit into this time, judged by the steps before; where decoding alone takes more
             than half of it, prompts get as much time again. None gives prompts the whole budget. Needs

@@ -30,6 +30,8 @@ class Logprob:
 
 PositionLogprobs = dict[int, Logprob]
 """Token id -> Logprob at one position: the chosen token first, then the most likely ones."""
+SampleLogprobs = Sequence[PositionLogprobs]
+PromptLogprobs = Sequence[PositionLogprobs | None]
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: Sequence[PositionLogprobs] | None = None
+    logprobs: SampleLogprobs | None = None
     finish_reason: FinishName | None = None
     stop_reason: int | str | None = None
     seed: int | None = None
@@ -103,7 +105,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int | None = None
     embedding: npt.NDArray[np.float32] | None = None
     # Of what vLLM has and we do not, so that it can be read

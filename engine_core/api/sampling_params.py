@@ -180,8 +180,7 @@ class SamplingParams(WireFields):
             if (asked := getattr(self, name) or 0) > vocab_size:
                 raise ValidationError(name, f"{asked} is more than the vocabulary of {vocab_size}")
             if asked > max_logprobs >= 0:
-                way_out = "start the engine with a larger one (-1 for no limit), or score texts with prompt_logprobs=0"
-                raise ValidationError(name, f"{asked} is above max_logprobs {max_logprobs}; {way_out}")
+                raise ValidationError(name, f"{asked} is above max_logprobs {max_logprobs}; start with more, or -1")
         self._check_first_token(vocab_size, eos_token_ids)
 
     def check_prompt(self, length: int) -> None:

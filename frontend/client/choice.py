@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
-from wavecore.frontend.outputs import CompletionOutput, FinishName, PositionLogprobs
+from wavecore.frontend.outputs import CompletionOutput, FinishName, SampleLogprobs
 from wavecore.frontend.text.detokenizer import Detokenizer
 from wavecore.frontend.text.logprobs import Decode, LazyLogprobs, Row, position_of
 from wavecore.frontend.text.stop_strings import StopStrings
@@ -74,7 +74,7 @@ class Choice:
         # Written by the consumer.
         self._taken = self._pieces_taken = 0
         self._text = ""
-        self._logprobs: list[Any] = []
+        self._shown: list[Any] = []
         self._fault: WavecoreError | None = None
         self.told = False
 
@@ -102,11 +102,11 @@ class Choice:
             finish, error = "error", self._fault
         elif found is not None and finish in ("length", "stop"):  # perhaps only with what was held back
             finish, stop_reason = "stop", found
-        logprobs: Sequence[PositionLogprobs] | None = None
+        logprobs: SampleLogprobs | None = None
         if self._new_logprobs is not None:
-            self._logprobs += [self._new_logprobs.popleft() for _ in range(min(len(new), len(self._new_logprobs)))]
-            rows = self._logprobs.copy()
-            logprobs = LazyLogprobs([*zip(*rows, strict=True)] or [()], self._decode) if self._lazy else rows
+            self._shown += [self._new_logprobs.popleft() for _ in range(min(len(new), len(self._new_logprobs)))]
+            shown = self._shown.copy()
+            logprobs = LazyLogprobs([*zip(*shown, strict=True)] or [()], self._decode) if self._lazy else shown
         output = CompletionOutput(
             self.index,
             self._text,
@@ -122,7 +122,7 @@ class Choice:
         self.told = finish is not None
         if not self._keep_all:
             self._text = ""
-            self._logprobs.clear()
+            self._shown.clear()
         return output
 
     def take_text(self) -> tuple[str, int] | None:

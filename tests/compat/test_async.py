@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def llm(tiny_llama: Path) -> AsyncIterator[AsyncLLM]:
-    args = AsyncEngineArgs(model=str(tiny_llama), enable_log_requests=False, **SETTINGS)
+    args = AsyncEngineArgs(model=str(tiny_llama), enable_log_requests=False, max_logprobs=-1, **SETTINGS)
     made = AsyncLLM.from_engine_args(args, usage_context=UsageContext.API_SERVER)
     yield made
     made.shutdown()
@@ -48,6 +48,19 @@ async def test_a_stream_gives_all_so_far_unless_it_is_asked_for_less(llm: AsyncL
     assert final == [whole[-1]]
     explicit = greedy(output_kind=RequestOutputKind.CUMULATIVE)
     assert (await collect(llm.generate(PROMPT, explicit, "4")))[-1] == whole[-1]
+
+
+async def test_a_stream_with_the_whole_vocabulary_at_each_token(llm: AsyncLLM) -> None:
+    for kind, whole in ((RequestOutputKind.CUMULATIVE, True), (RequestOutputKind.DELTA, False)):
+        seen: list[int] = []
+        async for output in llm.generate(PROMPT, greedy(logprobs=-1, prompt_logprobs=-1, output_kind=kind), str(kind)):
+            choice = output.outputs[0]
+            seen = list(choice.token_ids) if whole else [*seen, *choice.token_ids]
+            assert choice.logprobs is not None and len(choice.logprobs) == len(choice.token_ids)
+            for token, position in zip(choice.token_ids, choice.logprobs, strict=True):
+                assert len(position) == 512 and position[token].rank == 1
+        assert len(seen) == 8 and output.prompt_logprobs is not None
+        assert [position and len(position) for position in output.prompt_logprobs] == [None, 512, 512, 512]
 
 
 async def test_arguments_of_servers_that_ask_for_nothing(llm: AsyncLLM) -> None:

@@ -23,6 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wavecore.kernels.chain import follow
+from wavecore.kernels.device import early
+
 CHANNELS = 128
 """Programs at most. All of them run at once on a large GPU, and with several a multiprocessor on a small one."""
 LINE = tl.constexpr(16)
@@ -74,42 +77,32 @@ class PeerBuffers:
         Returns:
             (normed [T, H], x).
         """
+        assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+        assert weight.shape == x.shape[1:]
         normed = torch.empty_like(x)
-        self._launch(x, residual, weight, normed, eps, weight_offset)
+        self._launch(x, normed, residual, weight, eps, weight_offset)
         return normed, x
 
-    def _launch(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        normed: Tensor | None,
-        eps: float,
-        weight_offset: float,
-    ) -> None:
+    def _launch(self, x: Tensor, normed: Tensor | None, *norm: Tensor | float | None) -> None:
         rows, hidden = x.shape
         assert x.is_contiguous() and self.hold(x)
-        assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
-        assert weight is None or weight.shape == (hidden,)
         if not rows:
             return
         block = triton.next_power_of_2(hidden)
         _all_reduce[(min(rows, CHANNELS),)](
             self.buffers,
             x,
-            residual,
-            weight,
             normed,
+            *norm,
             rows,
             hidden,
-            eps,
-            weight_offset,
             RANK=self.rank,
             RANKS=len(self.buffers),
             CHANNELS=CHANNELS,
             AREA=self.area,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
+            **early(x.device),
         )
 
 
@@ -117,23 +110,25 @@ class PeerBuffers:
 def _all_reduce(
     buffers,
     x_ptr,
+    normed_ptr,
     residual_ptr,
     weight_ptr,
-    normed_ptr,
-    rows,
-    hidden,
     eps,
     weight_offset,
+    rows,
+    hidden,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     CHANNELS: tl.constexpr,
     AREA: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program handles each `CHANNELS`th row; its rows lie one after the other in its area.
 
     d [BLOCK]   places in a row, `hidden` of them real
     """
+    follow(EARLY)
     channel = tl.program_id(0)
     d = tl.arange(0, BLOCK)
     inside = d < hidden

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,11 @@ def reaches_peers(device: torch.device, size: int) -> bool:
     """Whether kernels of `device`, of the GPUs 0 to size - 1, can use the memory of the others as their own, flags
     included; and a sum over so many is known."""
     driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-
-    def has(attribute: int, peer: int) -> bool:
+    for attribute, peer in product(NEEDED, range(size)):
         failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), attribute, device.index, peer)
-        return not failed and found.value > 0
-
-    peers = [peer for peer in range(size) if peer != device.index]
-    return size in MOST_BYTES and all(has(attribute, peer) for attribute in NEEDED for peer in peers)
+        if peer != device.index and (failed or not found.value):
+            return False
+    return size in MOST_BYTES
 
 
 def share_buffers(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers:
@@ -46,9 +45,7 @@ def share_buffers(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers
         own = symmetric_memory.empty(numbers, dtype=torch.int64, device=device).zero_()
         peers = symmetric_memory.rendezvous(own, group)
     except RuntimeError as error:
-        raise ResourceError(
-            f"no memory is shared with the other GPUs: {error}; set disable_custom_all_reduce"
-        ) from error
+        raise ResourceError(f"GPUs share no memory: {error}; set disable_custom_all_reduce") from error
     # `own` keeps the mappings of all of them alive.
     buffers = [own if r == group.rank() else peers.get_buffer(r, (numbers,), torch.int64) for r in range(group.size())]
     return PeerBuffers(tuple(buffers), group.rank(), area)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_all_reduce import graph_of, join
+from bench_all_reduce import graph_of, join, world
 from torch import Tensor
 
 from wavecore.kernels.all_reduce import CHANNELS, LINE
@@ -141,8 +141,7 @@ def check_poison(group: ProcessGroup) -> list[str]:
     device = torch.device("cuda", group.rank)
     bound = peer_memory.MOST_BYTES[group.size]
     peer_memory.MOST_BYTES[group.size] = CHANNELS * 4096
-    assert group.peers is not None
-    peers = peer_memory.share_buffers(torch.distributed.group.WORLD, device)  # type: ignore[arg-type]
+    peers = peer_memory.share_buffers(world(), device)
     peer_memory.MOST_BYTES[group.size] = bound
     group.least(0)
     own = peers.buffers[group.rank]
@@ -152,6 +151,7 @@ def check_poison(group: ProcessGroup) -> list[str]:
     shared, mine = random.Random(0), random.Random(group.rank + 1)
     weights = [1 + rank % 2 for rank in range(group.size)]
     numbers = torch.randint(-4, 5, (256 * 1024,), generator=torch.Generator().manual_seed(0)).to(device)
+    spoilt = torch.tensor(-1, device=device)  # all bits, which is NaN; a copy of a number would break the capture
     counter, wrong = torch.zeros((2,), dtype=torch.int64, device=device)
     kinds = [(rows, 64 << shared.randrange(5), shared.choice(DTYPES)) for rows in (1, 2, 100, 128, 129, 200) * 8]
     kinds = [kind for kind in kinds if peers.hold(torch.empty(kind[:2], dtype=kind[2], device="meta"))]
@@ -164,7 +164,7 @@ def check_poison(group: ProcessGroup) -> list[str]:
             torch.cuda._sleep(mine.randrange(40_000))
         peers.all_reduce(x)
         wrong.add_((x != base * sum(weights)).sum())
-        data[channels, (calls_made + 1) % 2] = -1  # of all bits, which is NaN
+        data[channels, (calls_made + 1) % 2] = spoilt
 
     def chain() -> None:
         for kind in kinds * 4:

@@ -43,11 +43,13 @@ class PeerBuffers:
         buffers: of each rank, int64 [num_bytes(area) / 8]; zeros at first, and then nobody else's.
         rank: of this one.
         area: bytes that a channel publishes at most; a multiple of 16.
+        most: bytes of the largest sum that is worth it.
     """
 
     buffers: tuple[Tensor, ...]
     rank: int
     area: int
+    most: int
 
     @staticmethod
     def num_bytes(area: int) -> int:
@@ -56,7 +58,7 @@ class PeerBuffers:
 
     def hold(self, x: Tensor) -> bool:
         """Whether x [T, H] is small enough."""
-        return -(-len(x) // CHANNELS) * x.shape[1] * x.itemsize <= self.area
+        return x.nbytes <= self.most and -(-len(x) // CHANNELS) * x.shape[1] * x.itemsize <= self.area
 
     def all_reduce(self, x: Tensor) -> None:
         """Replace x by the sum of all ranks' x.

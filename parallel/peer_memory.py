@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from wavecore.kernels import all_reduce
 from wavecore.kernels.all_reduce import PeerBuffers
 from wavecore.transport.errors import ResourceError
 
+AREA = 1 << 16
+"""Bytes a channel: a row of the widest model, and with all channels the largest sum."""
 MOST_BYTES = {2: 8 << 20, 4: 2 << 20, 8: 1 << 20}
 """By number of ranks, the largest sum that `kernels.all_reduce` does: it reads the parts of all peers. NCCL moves less
 than two parts, but takes longer to begin. Of two H200 ours takes 33 us with its norm at 8 MiB, NCCL's 54
@@ -41,8 +42,7 @@ def share_buffers(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers
     Raises:
         ResourceError: the driver refuses, or there is no room.
     """
-    area = MOST_BYTES[group.size()] // all_reduce.CHANNELS
-    numbers = PeerBuffers.num_bytes(area) // 8
+    numbers = PeerBuffers.num_bytes(AREA) // 8
     try:
         own = symmetric_memory.empty(numbers, dtype=torch.int64, device=device).zero_()
         peers = symmetric_memory.rendezvous(own, group)
@@ -50,4 +50,4 @@ def share_buffers(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers
         raise ResourceError(f"GPUs share no memory: {error}; set disable_custom_all_reduce") from error
     # `own` keeps the mappings of all of them alive.
     buffers = [own if r == group.rank() else peers.get_buffer(r, (numbers,), torch.int64) for r in range(group.size())]
-    return PeerBuffers(tuple(buffers), group.rank(), area)
+    return PeerBuffers(tuple(buffers), group.rank(), AREA, MOST_BYTES[group.size()])

@@ -94,7 +94,7 @@ def time_of(call: Callable[[], object], group: ProcessGroup) -> float:
 
 def with_channels(count: int, device: torch.device) -> all_reduce.PeerBuffers:
     """Buffers of the whole size for so many channels."""
-    all_reduce.CHANNELS = count
+    all_reduce.CHANNELS, peer_memory.AREA = count, ROWS[-1] * HIDDEN * 2 // count
     return peer_memory.share_buffers(world(), device)
 
 

@@ -24,7 +24,7 @@ def main(area: int, channels: int, memory: int, rank: int) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     words = PeerBuffers.num_bytes(area) // 8
     buffers = torch.frombuffer(mmap.mmap(memory, 2 * words * 8), dtype=torch.int64).view(2, words)
-    peers = PeerBuffers(tuple(buffers), rank, area)
+    peers = PeerBuffers(tuple(buffers), rank, area, 1 << 20)
     flags = buffers[rank, : channels * LINE.value].view(channels, LINE.value)
     data = buffers[rank, channels * LINE.value :].view(channels, 2, area // 8)
     shared, own = random.Random(0), random.Random(rank + 1)

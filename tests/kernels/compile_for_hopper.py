@@ -19,7 +19,7 @@ from wavecore.kernels.ops import OPERATIONS
 
 def two_ranks(area: int) -> PeerBuffers:
     """Buffers of which nothing is read."""
-    return PeerBuffers(tuple(torch.zeros(2, PeerBuffers.num_bytes(area) // 8, dtype=torch.int64)), 0, area)
+    return PeerBuffers(tuple(torch.zeros(2, PeerBuffers.num_bytes(area) // 8, dtype=torch.int64)), 0, area, 1 << 20)
 
 
 def main() -> None:

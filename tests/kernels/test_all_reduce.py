@@ -37,7 +37,7 @@ class Peers:
         self.flags = buffers[:, : CHANNELS * LINE.value].view(ranks, CHANNELS, LINE.value)
         self.data = buffers[:, CHANNELS * LINE.value :].view(ranks, CHANNELS, 2, AREA // 8)
         self.rank, self.calls = rank, torch.zeros(CHANNELS, dtype=torch.int64)
-        self.buffers = PeerBuffers(tuple(buffers), rank, AREA)
+        self.buffers = PeerBuffers(tuple(buffers), rank, AREA, 1 << 20)
 
     def publish(self, parts: Tensor) -> Tensor:
         """Every rank's x [ranks, T, H], but the own one's. Returns a copy of the data."""
@@ -84,8 +84,14 @@ def test_one_rank(device: str, ranks: int, rank: int, shape: tuple[int, int], dt
 
 
 def test_what_a_buffer_holds() -> None:
-    peers = PeerBuffers((torch.zeros(1), torch.zeros(1)), 0, 1 << 16)
-    for rows, hidden, held in ((32, 4096, True), (33, 4096, False), (1, 1 << 15, True), (1, (1 << 15) + 1, False)):
+    peers = PeerBuffers((torch.zeros(1), torch.zeros(1)), 0, 1 << 16, 200_000)
+    for rows, hidden, held in (
+        (24, 4096, True),
+        (25, 4096, False),
+        (2, 50_001, False),
+        (1, 1 << 15, True),
+        (1, (1 << 15) + 1, False),
+    ):
         assert peers.hold(torch.empty((rows, hidden), dtype=torch.bfloat16, device="meta")) == held
     peers.all_reduce(torch.empty(0, 64))  # nothing to wait for
 

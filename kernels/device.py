@@ -7,26 +7,36 @@ from typing import Any
 
 import torch
 
+STANDS_FOR = {"num_multiprocessors": 4, "shared_memory": 227 << 10, "capability": 0}
+"""What is no GPU counts as this one: a small one for Triton's interpreter, or one that kernels are compiled for."""
+
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a small number for Triton's interpreter on a CPU."""
+    """Streaming multiprocessors of a GPU."""
     if device.type != "cuda":
-        return 4
+        return STANDS_FOR["num_multiprocessors"]
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can have on a GPU; an H100's for Triton's interpreter on a CPU."""
+    """Bytes of shared memory that one program can have on a GPU."""
     if device.type != "cuda":
-        return 227 << 10
+        return STANDS_FOR["shared_memory"]
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """Compute capability of a GPU, 90 for 9.0."""
+    if device.type != "cuda":
+        return STANDS_FOR["capability"]
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @cache
 def early(device: torch.device, wanted: bool = True) -> dict[str, Any]:
     """How to launch a kernel that calls `chain.follow`: before its predecessor ends, from compute capability 9.0 on."""
-    if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"EARLY": True, "launch_pdl": True}
-    return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if wanted and capability(device) >= 90 else {"EARLY": False}

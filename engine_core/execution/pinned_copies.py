@@ -52,9 +52,9 @@ def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _ring(vector: Tensor) -> list[Tensor]:
     """Pinned vectors like one on a device; on a CPU the vector itself."""
-    if not vector.is_cuda:
+    if vector.is_cpu:
         return [vector]
-    return list(torch.zeros((DEPTH, len(vector)), dtype=vector.dtype, pin_memory=True))
+    return list(torch.zeros((DEPTH, len(vector)), dtype=vector.dtype, pin_memory=vector.is_cuda))
 
 
 def _events(vector: Tensor) -> list[torch.cuda.Event]:

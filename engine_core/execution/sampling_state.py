@@ -70,7 +70,7 @@ class SamplingState:
         self.vocab_size = vocab_size
         self.eos = eos_token_ids
         self.uploads = uploads
-        self.host_columns = np.zeros(len(columns), np.int32) if columns.is_cuda else columns.numpy()
+        self.host_columns = columns.numpy() if columns.is_cpu else np.zeros(len(columns), np.int32)
         self.host: dict[str, npt.NDArray[Any]] = {}
         self.on_device: dict[str, Tensor] = {}
         seqs, device = len(token_table), token_table.device

@@ -37,7 +37,7 @@ class Uploads:
         goal = target.view(-1).view(torch.uint8)
         assert len(source) == len(goal)
         if self.stream is None:
-            goal.numpy()[:] = source
+            goal.copy_(torch.from_numpy(source))
             return
         with torch.cuda.stream(self.stream):
             done = 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Never
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import LockstepRunner, Runner
+from wavecore.engine_core.startup.compilation import KernelCompiler
 from wavecore.transport.processes.group_memory import GroupMemory
 
 if TYPE_CHECKING:
@@ -18,32 +19,39 @@ if TYPE_CHECKING:
 
 
 def make_runner(
-    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None = None
+    config: EngineConfig,
+    progress: Callable[[str, float], None],
+    group: GroupMemory | None = None,
+    compiler: KernelCompiler | None = None,
 ) -> Runner:
     """Load `config.model`.
 
     Args:
         progress: called as progress(phase, fraction) with the phases of `frontend.progress_bars`.
         group: shared with the workers, if there are any.
+        compiler: compiles its kernels meanwhile.
 
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
     """
     if group is None or config.model.startswith("scripted:"):
-        return make_lockstep_runner(config, progress, group)
-    runner = _load(config, progress, group)
+        return make_lockstep_runner(config, progress, group, compiler)
+    runner = _load(config, progress, group, compiler)
     from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
 
     return GroupRunner(runner, group)
 
 
 def make_lockstep_runner(
-    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None
+    config: EngineConfig,
+    progress: Callable[[str, float], None],
+    group: GroupMemory | None,
+    compiler: KernelCompiler | None = None,
 ) -> LockstepRunner:
     """Load `config.model` for a process that has all of it: one that is alone, or a rank in lockstep.
 
     Args:
-        progress, group: as for `make_runner`.
+        progress, group, compiler: as for `make_runner`.
 
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
@@ -52,7 +60,7 @@ def make_lockstep_runner(
         from wavecore.engine_core.execution.scripted_runner import ScriptedRunner
 
         return ScriptedRunner(config, progress, group=group)
-    return _load(config, progress, None)
+    return _load(config, progress, None, compiler)
 
 
 def make_worker(
@@ -73,13 +81,18 @@ def make_worker(
         from wavecore.engine_core.execution.scripted_runner import ScriptedWorker
 
         return ScriptedWorker(config, progress, group).run, "cpu"
-    runner = _load(config, progress, group)
+    runner = _load(config, progress, group, None)
     from wavecore.engine_core.tensor_parallel.worker import Worker
 
     return Worker(runner, group).run, runner.info.device
 
 
-def _load(config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None) -> ModelRunner:
+def _load(
+    config: EngineConfig,
+    progress: Callable[[str, float], None],
+    group: GroupMemory | None,
+    compiler: KernelCompiler | None,
+) -> ModelRunner:
     """This rank's share of a real model."""
     from wavecore.engine_core.models.files import open_model
 
@@ -92,11 +105,11 @@ def _load(config: EngineConfig, progress: Callable[[str, float], None], group: G
     from wavecore.engine_core.startup.loader import load_runner
 
     if group is None:
-        return load_runner(config, source, progress)
+        return load_runner(config, source, progress, compiler)
     from wavecore.parallel.ranks import join
 
     def meet(device: torch.device) -> Collectives:
         kernel = not config.disable_custom_all_reduce
         return join(group.store_fd, group.rank, group.ranks, device, group.progress.wait_for, kernel)
 
-    return load_runner(config, source, progress, meet)
+    return load_runner(config, source, progress, compiler, meet)

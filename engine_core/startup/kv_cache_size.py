@@ -44,7 +44,7 @@ def most_blocks(config: EngineConfig, block_bytes: int, device: torch.device) ->
         return config.num_gpu_blocks_override
     if device.type == "cpu":
         return int(config.kv_cache_memory_gib * GIB) // block_bytes
-    return int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization) // block_bytes
+    return int(torch.cuda.get_device_properties(device).total_memory * config.gpu_memory_utilization) // block_bytes
 
 
 def allocate_kv_cache(runner: ModelRunner, config: EngineConfig, progress: Progress) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from wavecore.engine_core.models.shard import Shard
 from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.engine_core.models.weights import Parameters, draw, fill, open_folder
 from wavecore.engine_core.plan import RunnerInfo
+from wavecore.engine_core.startup.compilation import KernelCompiler
 from wavecore.engine_core.startup.free_memory import free_memory
 from wavecore.engine_core.startup.kv_cache_size import allocate_kv_cache, most_blocks
 from wavecore.engine_core.startup.memory_budget import SMALLER_STEPS, gib, no_room, refused, would_fit
@@ -33,15 +35,31 @@ BLOCK_BYTES = 2 << 20
 CPU_FLOPS = 1e10  # of a core, at the least; how fast it really is shows with the first steps
 
 
+class Resolved(NamedTuple):
+    """What the settings leave to the model and its device.
+
+    Attributes:
+        dtype: of weights and KV cache.
+        block_size: tokens a KV block.
+        length: of the longest sequence.
+    """
+
+    dtype: torch.dtype
+    block_size: int
+    length: int
+
+
 def load_runner(
     config: EngineConfig,
     source: ModelSource,
     progress: Progress,
+    compiler: KernelCompiler | None = None,
     meet: Callable[[torch.device], Collectives] = lambda _device: ALONE,
 ) -> ModelRunner:
     """Load the weights and allocate the KV cache.
 
     Args:
+        compiler: compiles the kernels while the weights load.
         meet: called with this rank's device; gives the ranks that share the model, of which this one loads its part.
 
     Raises:
@@ -50,26 +68,51 @@ def load_runner(
         ResourceError: not enough memory, and no setting makes room.
     """
     progress("device", 0.0)
-    device = _device(config.device)
+    device = find_device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA: no other GPU gets a context of this process
     group = meet(device)
     shard = Shard(source.spec, group.size, group.rank)
     spec = shard.spec
-    dtype = _dtype(config, spec, device)
+    dtype, block_size, length = resolve(config, spec, device)
     if reason := refusal(spec.num_heads, spec.num_kv_heads, spec.head_dim, device):
         raise ModelError(f"{source.path}: {reason}")
     if dtype == torch.float32:
         exact_float32()
     _register_ops(config.custom_ops or {}, torch.empty(0, dtype=dtype, device=device))
-    block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
-    length = group.least(_max_model_len(config, spec, block_size, dtype, device))
+    length = group.least(length)
     progress("load", 0.0)
     if config.load_format == "dummy":
         check_weights(source, shard.spec, dtype, device)
         parameters = draw(shard, dtype, device)
     else:
         parameters = _load_weights(source, shard, dtype, device, progress)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through
+    progress("tables", 0.0)
+    with refused("the tables of all requests do not fit into memory", SMALLER_STEPS):
+        runner = make_runner(config, source, spec, parameters, Resolved(dtype, block_size, length), group)
+    runner.marks, runner.profiler = config.nvtx and device.type == "cuda", Profiler(device, config.torch_profiler_dir)
+    if device.type == "cuda":
+        progress("compile", 0.0)
+        if compiler is not None:
+            compiler.wait()
+        group.least(0)  # rank 0 waited for all
+    allocate_kv_cache(runner, config, progress)
+    return runner
+
+
+def make_runner(
+    config: EngineConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    parameters: Parameters,
+    resolved: Resolved,
+    group: Collectives,
+) -> ModelRunner:
+    """A runner without a KV cache, on the device of the parameters; `spec` is this rank's share."""
+    dtype, block_size, length = resolved
+    device = parameters["embed"].device
     info = RunnerInfo(
         num_blocks=0,
         num_host_blocks=0,
@@ -84,16 +127,8 @@ def load_runner(
         token_seconds=2 * spec.num_parameters / (CPU_FLOPS * torch.get_num_threads()) if device.type == "cpu" else 0.0,
         max_logprobs=config.max_logprobs,
     )
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through
-    progress("tables", 0.0)
-    with refused("the tables of all requests do not fit into memory", SMALLER_STEPS):
-        model = Decoder(spec, parameters, length, group)
-        sizes = config.cudagraph_capture_sizes
-        runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens, sizes)
-    runner.marks, runner.profiler = config.nvtx and device.type == "cuda", Profiler(device, config.torch_profiler_dir)
-    allocate_kv_cache(runner, config, progress)
-    return runner
+    model = Decoder(spec, parameters, length, group)
+    return ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens, config.cudagraph_capture_sizes)
 
 
 def _load_weights(
@@ -134,7 +169,7 @@ def _register_ops(custom_ops: Mapping[str, str], like: torch.Tensor) -> None:
             raise ConfigError(f"custom_ops {name}={target!r}: {error!r}") from error
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     number = cuda_number(name)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -143,6 +178,17 @@ def _device(name: str) -> torch.device:
         way_out = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or set device cpu"
         raise ConfigError(f"device {name!r}: this process sees {count} CUDA devices; {way_out}")
     return torch.device("cuda", index)
+
+
+def resolve(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Resolved:
+    """What the settings leave open; `spec` is this rank's share of the model.
+
+    Raises:
+        ConfigError: no model of this kind can be so long.
+    """
+    dtype = _dtype(config, spec, device)
+    block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
+    return Resolved(dtype, block_size, _max_model_len(config, spec, block_size, dtype, device))
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:

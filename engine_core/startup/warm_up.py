@@ -53,10 +53,13 @@ class Sizes:
         return decode + self.prefill(min(self.tokens - len(decode), prompts * self.length))
 
 
-def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
+def warm_up(runner: ModelRunner, config: EngineConfig, every_size: bool = True) -> None:
     """Run the largest steps with every option, steps with rare kernels, one of every size; all positions on block 1.
 
     Needs a KV cache of two blocks or more, whose contents it spoils. Leaves no request's state behind.
+
+    Args:
+        every_size: False where kernels are only compiled, which no size but 1 decides.
 
     Raises:
         OutOfMemory: the largest step does not fit.
@@ -68,7 +71,7 @@ def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
         _all_options(sizes, everything, runner.info.hidden_size),  # first, as they need most memory
         _rare_kernels(sizes, everything, runner),
         _few_options(sizes),
-        _every_size(sizes, runner.buckets),
+        _every_size(sizes, runner.buckets) if every_size else (),
     )
     try:
         for plan in plans:

@@ -42,14 +42,13 @@ def compile_only(capability: int) -> list[tuple[str, Any]]:
     return launched
 
 
-def count_only(capability: int) -> None:
-    """As `compile_only`, and without machine code: for what asks whether a launch compiles, not what comes of it."""
+def no_machine_code() -> None:
+    """Compilations stop at Triton's own IR: for what asks whether a launch compiles, not what comes of it."""
 
     def no_llvm(_self: Any, _module: Any, metadata: dict[str, Any], *_: Any) -> str:
         metadata |= {"shared": 0, "name": ""}
         return ""
 
-    compile_only(capability)
     CUDABackend.make_ttgir = lambda _self, module, *_: module
     CUDABackend.make_llir = no_llvm
     CUDABackend.make_ptx = lambda *_: ""

@@ -1,13 +1,15 @@
 """A program, not a test: an engine's warm-up and then every kind of request, with kernels that are only compiled.
 
 The runner is one of a CPU that takes the kernels of a GPU. Nothing is computed, matrix products included: all values
-and tokens are zeros. Machine code is not made either: `compile_for_hopper` shows that it can be. Prints JSON: the
-kernels compiled by the warm-up, and by each kind of request after it.
+and tokens are zeros. Machine code is not made either: `compile_for_hopper` shows that it can be. Another process has
+compiled meanwhile, as in the start of an engine (`kernel_compiler`). Prints JSON: the kernels of the warm-up, those of
+them that were not in Triton's cache, and what each kind of request after it compiles.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 import triton
 from tests.kernels.compile_for_hopper import two_ranks
-from tests.kernels.compile_only import count_only
+from tests.kernels.compile_only import compile_only, no_machine_code
 from tests.support.checkpoints import make_config, save_model
 from tests.support.every_request import every_request
 from tests.support.model_driver import load
@@ -26,6 +28,7 @@ from wavecore.engine_core.execution.step_shape import Buckets
 from wavecore.engine_core.models import decoder
 from wavecore.engine_core.startup.warm_up import warm_up
 from wavecore.kernels import ops
+from wavecore.kernels.device import STANDS_FOR
 from wavecore.parallel import layers
 from wavecore.parallel.collectives import Collectives
 
@@ -60,10 +63,21 @@ def main(folder: Path) -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
     shared = {"shared_expert_intermediate_size": 40, "use_sliding_window": False}
     model = save_model(folder, make_config("Qwen2Moe", head_dim=128, max_position_embeddings=2400, **experts, **shared))
-    limits: dict[str, Any] = {"max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS}
-    runner: Any = load(model, dtype="bfloat16", block_size=16, **limits)
-    count_only(90)
+    limits: dict[str, Any] = {
+        "max_num_seqs": ROWS,
+        "max_num_batched_tokens": TOKENS,
+        "dtype": "bfloat16",
+        "block_size": 16,
+    }
+    runner: Any = load(model, **limits)
+    STANDS_FOR["capability"] = 90
+    aside = [sys.executable, str(Path(__file__).with_name("compile_aside.py"))]
+    subprocess.run(aside, input=EngineConfig(model=str(model), **limits).to_json(), text=True, check=True)
+    compile_only(90)
+    no_machine_code()
     compiled: list[str] = []
+    missing: list[str] = []
+    triton.knobs.compilation.listener = lambda src, cache_hit, **_: None if cache_hit else missing.append(src.name)
     triton.knobs.runtime.jit_post_compile_hook = lambda *_args, **details: compiled.append(details["fn"].name)
     for operation in ops.OPERATIONS.values():
         operation.replace(operation.kernel)
@@ -72,7 +86,7 @@ def main(folder: Path) -> None:
     torch.empty = torch.zeros  # type: ignore[assignment]
     runner.buckets = Buckets(TOKENS, ROWS)
     warm_up(runner, EngineConfig(model=str(model), device="cpu", **limits))
-    found = {"warm-up": [name.rsplit(".", 1)[-1] for name in compiled]}
+    found = {"warm-up": [name.rsplit(".", 1)[-1] for name in compiled], "missing": list(missing)}
     for kind, run in every_request(runner, ROWS, TOKENS):
         compiled.clear()
         run()

@@ -104,6 +104,7 @@ class Device:
             "memory_reserved": lambda _device: self.reserved,
             "max_memory_reserved": lambda _device: self.peak,
             "reset_peak_memory_stats": lambda _device: setattr(self, "peak", self.reserved),
+            "get_device_properties": lambda _device: SimpleNamespace(total_memory=self.total),
             "mem_get_info": lambda _device: (max(0, self.total - self.others - self.reserved), self.total),
         }
         for name, value in values.items():

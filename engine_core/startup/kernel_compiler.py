@@ -1,0 +1,151 @@
+"""`python -m wavecore.engine_core.startup.kernel_compiler`: compiles an engine's kernels while it loads its weights.
+
+The warm-up runs here, too, on torch's "meta" device: tensors have shapes but no memory, and nothing is computed. So it
+launches what the engine will launch. Each launch of a new kind is compiled by a fork of this process and lands in
+Triton's cache, where the engine finds it. This process asks for the GPU's properties, and never makes a context on it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
+from triton.runtime import driver
+
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.execution.runner import ModelRunner
+from wavecore.engine_core.models.files import ModelSource, open_model
+from wavecore.engine_core.models.shard import Shard
+from wavecore.engine_core.models.weights import fill
+from wavecore.engine_core.startup.loader import Resolved, find_device, make_runner, resolve
+from wavecore.engine_core.startup.warm_up import warm_up
+from wavecore.kernels import device, ops
+from wavecore.kernels.all_reduce import CHANNELS, PeerBuffers
+from wavecore.parallel.collectives import ALONE, Collectives
+from wavecore.transport.processes.child import die_with_parent
+
+META = torch.device("meta")
+ROWS, TOKENS = 32, 4096  # of its steps at most: enough for every kernel
+NOT_LAUNCHED: Any = SimpleNamespace(
+    launch_metadata=lambda *_: None, run=lambda *_: None, function=None, packed_metadata=None
+)
+
+
+class AllRanks(Collectives):
+    """A group that launches what each of its ranks would; nothing is summed."""
+
+    rank, calls = 0, 0
+
+    def __init__(self, size: int) -> None:
+        from wavecore.parallel.peer_memory import MOST_BYTES
+
+        self.size, area = size, MOST_BYTES.get(size, 0) // CHANNELS
+        buffers = (torch.empty(PeerBuffers.num_bytes(area) // 8, dtype=torch.int64, device=META),) * size
+        self._peers = [PeerBuffers(buffers, rank, area) for rank in range(size)]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        for peers in self._peers:
+            if peers.hold(x):
+                peers.all_reduce(x)
+        return x
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float
+    ) -> tuple[Tensor, Tensor]:
+        for peers in self._peers:
+            if peers.hold(x):
+                peers.add_rms_norm(x, residual, weight, eps, weight_offset)
+        return ops.add_rms_norm(x, residual, weight, eps, weight_offset)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.expand(self.size, *x.shape)
+
+    def least(self, value: int) -> int:
+        return value
+
+
+class Forks:
+    """Triton's hooks: each new kind of launch is compiled by a fork, of which there are at most `most` at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._running = most, 0
+
+    def before(self, *, fn: Any, compile: Any, **_: Any) -> bool:
+        """Whether the launch is done with; in the fork it is compiled."""
+        if self._running == self._most:
+            self._reap()
+        # Here, and not only in the fork: a function's hash depends on whether those that it calls were hashed before
+        # (Triton 3.6 and 3.7, `DependenciesFinder`), and the engine hashes in the order of launches.
+        _ = fn.jit_function.cache_key
+        if os.fork() == 0:
+            die_with_parent()
+            return False
+        self._running += 1
+        fn.jit_function.device_caches[0][0][compile["key"]] = NOT_LAUNCHED
+        return True
+
+    def after(self, *, fn: Any, compile: Any, **_: Any) -> None:
+        """The fork has compiled its kernel, and ends with the C code that launches it."""
+        kernel = fn.jit_function.device_caches[0][0][compile["key"]]
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+        os._exit(0)
+
+    def wait(self) -> None:
+        while self._running:
+            self._reap()
+
+    def _reap(self) -> None:
+        os.wait()
+        self._running -= 1
+
+
+def without_memory(config: EngineConfig, source: ModelSource, resolved: Resolved) -> ModelRunner:
+    """The runner of rank 0, on the "meta" device."""
+    ranks = config.tensor_parallel_size
+    shard = Shard(source.spec, ranks)
+    parameters = fill([], shard, resolved.dtype, META, lambda *_: None)
+    runner = make_runner(config, source, shard.spec, parameters, resolved, AllRanks(ranks) if ranks > 1 else ALONE)
+    runner.allocate(2)
+    return runner
+
+
+def compile_kernels(runner: ModelRunner, config: EngineConfig, gpu: Any) -> None:
+    """Compile all kernels that such a runner launches on a GPU like `device.STANDS_FOR`.
+
+    Args:
+        gpu: Triton's driver.
+    """
+    gpu.get_current_device = gpu.get_current_stream = lambda *_: 0
+    gpu.get_current_target = lambda: GPUTarget("cuda", device.STANDS_FOR["capability"], 32)
+    driver.set_active(gpu)
+    for operation in ops.OPERATIONS.values():
+        operation.replace(operation.kernel)
+    forks = Forks(len(os.sched_getaffinity(0)))
+    knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = forks.before, forks.after
+    few_rows, few_tokens = min(config.max_num_seqs, ROWS), min(config.max_num_batched_tokens, TOKENS)
+    warm_up(runner, replace(config, max_num_seqs=few_rows, max_num_batched_tokens=few_tokens))
+    forks.wait()
+
+
+def main() -> None:
+    die_with_parent()
+    config = EngineConfig.from_json(sys.stdin.read())
+    cuda = CudaDriver()  # compiles C code, as the engine would do at its first launch
+    gpu = find_device(config.device)
+    for name in device.STANDS_FOR:
+        device.STANDS_FOR[name] = getattr(device, name)(gpu)
+    source = open_model(config.model, lambda *_: None, config.tokenizer, need_weights=False)
+    resolved = resolve(config, Shard(source.spec, config.tensor_parallel_size).spec, gpu)
+    compile_kernels(without_memory(config, source, resolved), config, cuda)
+
+
+if __name__ == "__main__":
+    main()

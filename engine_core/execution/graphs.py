@@ -24,6 +24,9 @@ from wavecore.engine_core.execution.out_of_memory import first_line
 logger = logging.getLogger(__name__)
 Part = tuple[Callable[..., object], tuple[Any, ...]]
 PIECE = 2 << 20  # bytes that the driver takes at once
+FRAGMENTS = (
+    1.5  # what the pool grows to, by what it took for some graphs: captured in any order they share it less well
+)
 
 
 class StepGraphs:
@@ -34,10 +37,11 @@ class StepGraphs:
 
     Attributes:
         most: graphs that there may be at once; 0 captures none.
+        room: bytes of the reserve that graphs have not taken.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.most = device, 0
+        self.device, self.most, self.room = device, 0, 0
         self._pool: Any = None
         self._graphs: dict[Part, torch.cuda.CUDAGraph | None] = {}  # None: the capture failed
         self._uses: Counter[Part] = Counter()  # of parts without a graph
@@ -64,23 +68,30 @@ class StepGraphs:
         return bool(self._uses) and len(self._graphs) < self.most and max(self._uses.values()) >= uses
 
     def capture(self, least: Callable[[int], int] = int) -> None:
-        """Make the graph of the part that ran most often. Where that fails, the part is run as before; and where a
-        capture broke, as it does when something waits for the device meanwhile, no other is tried.
+        """Make the graph of the part that ran most often. Where that fails, the part is run as before. No other is
+        tried where a capture broke, as it does when something waits for the device meanwhile, and where the reserve of
+        memory is used up.
 
         Args:
             least: of all ranks' numbers. What ranks do together is replayed by all of them or by none.
         """
         [(part, _)] = self._uses.most_common(1)
         del self._uses[part]
+        graph, before = None, self._taken()
         try:
-            self._graphs[part] = self._captured(part)
+            graph = self._captured(part)
         except Exception as error:
-            self._graphs[part] = None
             name, args = part[0].__name__, part[1]
             reason = first_line(error.__context__ or error)  # at the end of a broken capture it says only that
             logger.warning("no CUDA graph of %s%s, which runs without one: %s", name, args, reason)
-        if not least(self._graphs[part] is not None):
-            self._graphs[part] = None
+        self.room -= _growth(before, self._taken())
+        if not least(graph is not None):
+            graph = None
+        self._graphs[part] = graph
+        if not least(self._broken is None and self.room > 0):
+            self.most = 0
+            if self.room <= 0:
+                logger.warning("%d CUDA graphs took the memory reserved for them: no more are made", len(self._graphs))
 
     def clear(self) -> None:
         """Forget all graphs, since something that they read or write has moved."""
@@ -89,43 +100,56 @@ class StepGraphs:
     def reserve(self, *kinds: Sequence[Part]) -> int:
         """Make room for the graphs of all these parts, and begin to count which are wanted.
 
+        How much all graphs take is estimated. That they take no more `capture` sees to: it ends when that is taken, and
+        what the last one takes beyond is reserved as well.
+
         Args:
-            kinds: parts of one function each, the largest first; all ran before. Some are captured, and thrown away.
+            kinds: parts of one function each, the largest first. Some are run, captured, and thrown away.
 
         Returns:
-            Bytes that all graphs take: the pool's, which then are there to stay, and the driver's.
+            Bytes that graphs take at most. Some of them the pool has taken already, to stay.
 
         Raises:
             torch.OutOfMemoryError, RuntimeError: there is no room for them.
         """
         gc.collect()
         torch.cuda.synchronize(self.device)
+        for parts in kinds:
+            for function, args in parts[::16]:
+                function(*args)  # which loads its kernels
+        torch.cuda.synchronize(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
+        largest = 0
         for parts in kinds:
             for part in parts[::16]:
+                before = self._taken()
                 self._captured(part)
+                largest = max(largest, _growth(before, self._taken()))
         pool = torch.cuda.memory_reserved(self.device) - reserved
         self.most = sum(map(len, kinds))
-        return pool + sum(len(parts) * self._driver_bytes(parts[0]) for parts in kinds)
+        self.room = int((FRAGMENTS - 1) * pool) + sum(len(parts) * self._driver_bytes(parts[0]) for parts in kinds)
+        return pool + self.room + largest
 
     def _driver_bytes(self, part: Part) -> int:
-        """What the driver takes for a graph. It takes pieces that hold several, so the first graphs may take nothing;
-        what other processes take meanwhile counts as two pieces at most."""
+        """What the driver takes for a graph. It takes pieces that hold several, so it is measured from the graph that
+        began one to the last; too large by less than a piece."""
         graphs: list[torch.cuda.CUDAGraph] = []
-        grown: list[int] = []
-        before = self._taken()
-        while len(grown) < 16 and len(graphs) < 80:
+        grown: list[int] = []  # by each graph since the driver first took a piece
+        pieces = 0
+        while pieces < 4 and len(graphs) < 80:
+            before = self._taken()[1]
             graphs.append(self._captured(part))
-            now = self._taken()
-            if grown or now > before:
-                grown.append(min(max(now - before, 0), 2 * PIECE))
-            before = now
+            growth = self._taken()[1] - before
+            if grown or growth > 0:
+                grown.append(min(max(growth, 0), 2 * PIECE))
+                pieces += growth > 0
         return sum(grown) // max(len(grown), 1)
 
-    def _taken(self) -> int:
-        """Bytes of the device that are not free, without those of torch's allocator."""
+    def _taken(self) -> tuple[int, int]:
+        """Bytes of the device that torch's allocator has, and that are not free besides."""
+        reserved = torch.cuda.memory_reserved(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
-        return total - free - torch.cuda.memory_reserved(self.device)
+        return reserved, total - free - reserved
 
     def _captured(self, part: Part) -> torch.cuda.CUDAGraph:
         """Not by `torch.cuda.graph`, which waits for the device and gives back all cached memory."""
@@ -147,10 +171,16 @@ class StepGraphs:
             graph.capture_end()
         except RuntimeError:
             # Where a capture broke, torch goes on to hold back memory for it, and looks at the graph when it allocates.
-            self.most, self._broken = 0, graph
+            self._broken = graph
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
             raise
+
+
+def _growth(before: tuple[int, int], after: tuple[int, int]) -> int:
+    """Bytes that a capture took, of `StepGraphs._taken`. What other processes took meanwhile counts as two pieces."""
+    pool, driver = after[0] - before[0], after[1] - before[1]
+    return max(pool, 0) + min(max(driver, 0), 2 * PIECE)
 
 
 @cache

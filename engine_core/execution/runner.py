@@ -13,11 +13,13 @@ bring what sampling needs. Rows that want what no graph yields make their part r
 from __future__ import annotations
 
 import timeit
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from itertools import chain, product
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ from wavecore.engine_core.execution.inspection import Profiler, attention_map
 from wavecore.engine_core.execution.out_of_memory import first_line, is_out_of_memory
 from wavecore.engine_core.execution.pending_step import Deferred, Launched
 from wavecore.engine_core.execution.pinned_copies import CopyOut, pinned_zeros, zeros
-from wavecore.engine_core.execution.step_extras import Extras, room_for_extras
+from wavecore.engine_core.execution.step_extras import NO_ROWS, Extras, room_for_extras
 from wavecore.engine_core.execution.step_shape import Bucket, Buckets, StepShape
 from wavecore.engine_core.models.decoder import Collective, Decoder
 from wavecore.engine_core.plan import F32, LeastSize, OutOfMemory, PendingStep, RunnerInfo, StepPlan
@@ -51,6 +53,7 @@ class ModelRunner:
     Attributes:
         hidden: [max_num_seqs, hidden]; `forward` writes the normalised hidden state of each row's last token.
         buckets: of steps; None pads nothing.
+        unmet: sizes that have not run, and will in idle turns.
         marks: whether profilers see the parts of a step, as NVTX ranges.
     """
 
@@ -73,6 +76,7 @@ class ModelRunner:
         self.hidden = zeros(max_num_seqs, info.hidden_size, dtype=model.embedding.dtype, device=self.device)
         self.graphs = StepGraphs(self.device)
         self.buckets = None if self.device.type == "cpu" else Buckets(max_num_batched_tokens, max_num_seqs, sizes)
+        self.unmet: deque[Bucket] = deque()
         self.marks = False
         self.kv_cache = self.host_kv_cache = torch.empty(0)
         self.profiler = Profiler(self.device, None)
@@ -138,8 +142,10 @@ class ModelRunner:
             if more_changes is not None:
                 ops.update_block_table(state.block_table, more_changes)
             self.copies.join_copies()
-            if plan.captures:
+            if plan.captures and self.graphs.wanted(1):
                 self.graphs.capture(self.model.group.least)
+            elif plan.captures and self.unmet:
+                self.meet()
             if not shape.bucket.rows:
                 ops.update_block_table(state.block_table, state.input.changes)
                 return Launched(shape, None, extras, self.copies)
@@ -242,11 +248,26 @@ class ModelRunner:
         )
 
     def wants_capture(self, uses: int) -> bool:
-        return self.graphs.wanted(uses)
+        return self.graphs.wanted(uses) or (uses == 1 and bool(self.unmet))
+
+    @torch.inference_mode()
+    def meet(self) -> None:
+        """Run padding of the first size that has not run, which loads its kernels, and wait for it."""
+        bucket = self.unmet.popleft()
+        self._pad()
+        self.forward(bucket)
+        self.sample(bucket.rows, False, False)
+        self.out.send().wait()
+
+    def _pad(self) -> None:
+        """Fill the step's vector with padding, whatever size is run from it."""
+        rows = self.state.input.width - 1
+        columns = np.full(rows, -1), np.zeros(rows, np.int32), np.ones(rows, np.int32), np.ones(rows, np.bool_)
+        self.state.input.bring(StepShape(StepPlan(-1, *columns), None), NO_ROWS, self.state.sampling.host_columns)
 
     @torch.inference_mode()
     def reserve_graphs(self) -> int:
-        """Let steps have CUDA graphs from now on. Steps of all sizes ran before, and loaded their kernels.
+        """Let steps have CUDA graphs from now on.
 
         Returns:
             Bytes that the graphs of all sizes take. What they share of that is taken, and stays.
@@ -263,6 +284,7 @@ class ModelRunner:
         sample: list[Part] = [
             (self.sample, (n, *options)) for n in rows for options in product((True, False), repeat=2)
         ]
+        self._pad()
         return self.graphs.reserve(forward, sample)
 
     def memory_stats(self) -> dict[str, int]:

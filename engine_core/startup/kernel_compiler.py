@@ -33,7 +33,6 @@ from wavecore.parallel.collectives import ALONE, Collectives
 from wavecore.transport.processes.child import die_with_parent
 
 META = torch.device("meta")
-ROWS, TOKENS = 32, 4096  # of its steps at most: enough for every kernel
 NOT_LAUNCHED: Any = SimpleNamespace(
     launch_metadata=lambda *_: None, run=lambda *_: None, function=None, packed_metadata=None
 )
@@ -130,8 +129,7 @@ def compile_kernels(runner: ModelRunner, config: EngineConfig, gpu: Any) -> None
         operation.replace(operation.kernel)
     forks = Forks(len(os.sched_getaffinity(0)))
     knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = forks.before, forks.after
-    few_rows, few_tokens = min(config.max_num_seqs, ROWS), min(config.max_num_batched_tokens, TOKENS)
-    warm_up(runner, replace(config, max_num_seqs=few_rows, max_num_batched_tokens=few_tokens))
+    warm_up(runner, replace(config, dp_lockstep=False))
     forks.wait()
 
 

@@ -17,10 +17,12 @@ import numpy as np
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.engine_core.execution.runner import ModelRunner
-from wavecore.engine_core.execution.step_shape import MAX_BUCKET, Buckets
+from wavecore.engine_core.execution.step_shape import MAX_BUCKET, Bucket, Buckets
 from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, StepPlan, int_table, report_values, room_for_many
 
 LONGEST = 4096  # position of decode rows: none needs more memory, the last ones of a long context only take longer
+REPORTED = 2 * LOGPROB_CHUNK  # positions of a prompt with log-probabilities: more only take longer
+PLAIN = SamplingParams(temperature=0.0, seed=0)
 Row = tuple[int, int]
 
 
@@ -53,13 +55,11 @@ class Sizes:
         return decode + self.prefill(min(self.tokens - len(decode), prompts * self.length))
 
 
-def warm_up(runner: ModelRunner, config: EngineConfig, every_size: bool = True) -> None:
-    """Run the largest steps with every option, steps with rare kernels, one of every size; all positions on block 1.
+def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
+    """Run the largest steps with every option, steps with rare kernels, and some of every order of size; all positions
+    on block 1. The other sizes run in idle turns; of ranks in lockstep, which must not run alone, at once.
 
     Needs a KV cache of two blocks or more, whose contents it spoils. Leaves no request's state behind.
-
-    Args:
-        every_size: False where kernels are only compiled, which no size but 1 decides.
 
     Raises:
         OutOfMemory: the largest step does not fit.
@@ -68,27 +68,31 @@ def warm_up(runner: ModelRunner, config: EngineConfig, every_size: bool = True) 
     everything = _everything(runner)
     runner.state.block_table.fill_(1)
     plans = chain(
-        _all_options(sizes, everything, runner.info.hidden_size),  # first, as they need most memory
+        _largest(sizes, everything, runner.info.hidden_size),  # first, as they need most memory
         _rare_kernels(sizes, everything, runner),
         _few_options(sizes),
-        _every_size(sizes, runner.buckets) if every_size else (),
+        _orders_of_size(sizes),
     )
     try:
         for plan in plans:
             runner.start(plan).wait()
     finally:
         runner.state.block_table.zero_()
+    runner.unmet.extend(every_size(sizes.tokens, runner.buckets or Buckets(sizes.tokens, sizes.rows)))
+    while config.dp_lockstep and runner.unmet:
+        runner.meet()
 
 
-def _all_options(sizes: Sizes, everything: SamplingParams, hidden_size: int) -> Iterator[StepPlan]:
-    """Prefill, decode and mixed steps of all that a plan may hold, with all that a request may ask for."""
+def _largest(sizes: Sizes, everything: SamplingParams, hidden_size: int) -> Iterator[StepPlan]:
+    """Prefill, decode and mixed steps of all that a plan may hold; together they ask for all that a request may."""
     prefill, decode, mixed = sizes.prefill(sizes.tokens), sizes.decode(sizes.rows), sizes.mixed()
     embeds = np.zeros((min(sizes.length, sizes.tokens), hidden_size), np.float32)
-    for more in ({"prompt_embeds": embeds}, {"pooling": "mean"}, {"pooling": "last"}):
-        plan = _beginning(prefill, everything, samples="pooling" not in more, **more)
-        yield replace(plan, copies=int_table([(0, 1)], 2))
-    for rows in (mixed, prefill, decode):
-        yield _beginning(rows, everything)
+    copies = int_table([(0, 1)], 2)
+    yield replace(_beginning(prefill, PLAIN, prompt_embeds=embeds), copies=copies)
+    yield replace(_beginning(prefill, PLAIN, samples=False, pooling="mean"), copies=copies)
+    yield _beginning(mixed, everything)
+    yield _beginning(decode, everything)
+    yield _beginning(mixed, PLAIN)
 
 
 def _rare_kernels(sizes: Sizes, everything: SamplingParams, runner: ModelRunner) -> Iterator[StepPlan]:
@@ -111,6 +115,7 @@ def _rare_kernels(sizes: Sizes, everything: SamplingParams, runner: ModelRunner)
     for length in (min(2, sizes.length), min(18, sizes.length)):
         yield _plan([(0, 1)], [_new_request(0, length, everything, output=length - 1)])
     # A prompt pooled in two steps: the second one adds what the first has kept.
+    yield _beginning([(0, 1)], PLAIN, samples=False, pooling="last")
     if sizes.length > 1:
         yield _plan([(0, 1)], [_new_request(0, 2, everything, pooling="mean")], samples=False)
         yield _plan([(1, 1)], samples=False)
@@ -119,27 +124,25 @@ def _rare_kernels(sizes: Sizes, everything: SamplingParams, runner: ModelRunner)
     yield replace(plan, table=int_table([(0, i, 1) for i in range(runner.state.block_table.shape[1])], 3))
 
 
+def _orders_of_size(sizes: Sizes) -> Iterator[StepPlan]:
+    """Plain steps of 1, 2, 4, ... rows, and as many tokens: kernels come in kinds for small and large ones."""
+    for limit, rows_of in ((sizes.rows, sizes.decode), (sizes.tokens, sizes.prefill)):
+        for size in (1 << i for i in range(limit.bit_length())):
+            yield _plan(rows_of(size))
+
+
 def _few_options(sizes: Sizes) -> Iterator[StepPlan]:
-    """Steps of all that a plan may hold with ever fewer options; the last ones leave none behind."""
-    prefill, decode, mixed = sizes.prefill(sizes.tokens), sizes.decode(sizes.rows), sizes.mixed()
-    for params in (
-        SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0),
-        SamplingParams(temperature=1.0, logit_bias={0: 1.0}, seed=0),
-        SamplingParams(temperature=1.0, seed=0),
-        SamplingParams(temperature=0.0, seed=0),
-    ):
-        for rows in (mixed, prefill, decode):
-            yield _beginning(rows, params)
-    yield _plan(prefill, samples=False)
+    """Decode steps with ever fewer options; the last one leaves none behind."""
+    truncated = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0)
+    biased = SamplingParams(temperature=1.0, logit_bias={0: 1.0}, seed=0)
+    for params in (replace(truncated, logit_bias={0: 1.0}), truncated, biased, replace(biased, logit_bias=None), PLAIN):
+        yield _beginning(sizes.decode(sizes.rows), params)
 
 
-def _every_size(sizes: Sizes, buckets: Buckets | None) -> Iterator[StepPlan]:
+def every_size(limit: int, buckets: Buckets) -> Iterator[Bucket]:
     """A decode step of each padded number of rows, a prefill step of each padded number of tokens, and some above."""
-    buckets = buckets or Buckets(sizes.tokens, sizes.rows)
-    for rows in buckets.rows:
-        yield _plan(sizes.decode(rows))
-    for tokens in (*buckets.tokens, *_unpadded(sizes.tokens)):
-        yield _plan(sizes.prefill(tokens))
+    yield from (Bucket(rows, rows, rows, 1) for rows in buckets.rows)
+    yield from (buckets.padded(Bucket(tokens, 1, 0, tokens)) for tokens in (*buckets.tokens, *_unpadded(limit)))
 
 
 def _unpadded(limit: int) -> Iterator[int]:
@@ -177,7 +180,12 @@ def _new_request(slot: int, length: int, params: SamplingParams, *, output: int 
 
 def _beginning(rows: list[Row], params: SamplingParams, *, samples: bool = True, **more: Any) -> StepPlan:
     """Every row begins a request as long as the row; the tokens before the row's start do not matter."""
-    new_requests = [_new_request(slot, length, params, **more) for slot, (_, length) in enumerate(rows)]
+    prompt = REPORTED if params.prompt_logprobs else max(length for _, length in rows)
+    outputs = [max(length - prompt - 1, 0) for _, length in rows]
+    new_requests = [
+        _new_request(slot, length, params, output=output, **more)
+        for slot, ((_, length), output) in enumerate(zip(rows, outputs, strict=True))
+    ]
     return _plan(rows, new_requests, samples=samples)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.support.model_engine import ModelEngine
 from wavecore.engine_core import plan as step_plan
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
-from wavecore.engine_core.execution.step_shape import MAX_BUCKET, Buckets, StepShape, bucket
+from wavecore.engine_core.execution.step_shape import MAX_BUCKET, Bucket, Buckets, StepShape, bucket
 from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, RunnerInfo, StepPlan
 from wavecore.engine_core.startup.warm_up import warm_up
 
@@ -29,6 +30,7 @@ class Recorder:
         self.info = RunnerInfo(2, 0, 16, length, 211, 8, (), "bfloat16", "cuda")
         self.state = SimpleNamespace(block_table=torch.zeros((seqs, 1)))
         self.buckets = Buckets(tokens, seqs)
+        self.unmet: deque[Bucket] = deque()
         self.plans: list[StepPlan] = []
         self.slots: dict[int, NewRequest] = {}
 
@@ -42,12 +44,16 @@ class Recorder:
         return SimpleNamespace(wait=lambda: None)
 
 
-def record(length: int, tokens: int, seqs: int, max_logprobs: int = MAX_LOGPROBS) -> list[StepPlan]:
+def recorded(length: int, tokens: int, seqs: int, max_logprobs: int = MAX_LOGPROBS) -> Recorder:
     runner = Recorder(length, tokens, seqs)
     runner.info = replace(runner.info, max_logprobs=max_logprobs)
     warm_up(runner, EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens))  # type: ignore[arg-type]
     assert not runner.state.block_table.any()
-    return runner.plans
+    return runner
+
+
+def record(length: int, tokens: int, seqs: int, max_logprobs: int = MAX_LOGPROBS) -> list[StepPlan]:
+    return recorded(length, tokens, seqs, max_logprobs).plans
 
 
 limits = st.tuples(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 300))
@@ -88,15 +94,29 @@ def _has(admission: Any, option: str) -> bool:
 @example((4200, 8192, 256))
 @example((131072, 16384, 1024))
 def test_every_padded_size_is_among_them(sizes: tuple[int, int, int]) -> None:
-    """So no matrix product meets a shape while serving that it has not met."""
-    length, tokens, seqs = sizes
-    shapes = [StepShape(plan, Buckets(tokens, seqs)) for plan in record(*sizes)]
-    assert {bucket(rows, seqs) for rows in range(1, seqs + 1)} <= {shape.bucket.rows for shape in shapes}
-    reachable = min(tokens, MAX_BUCKET, seqs * length)
-    met = {shape.bucket.tokens for shape in shapes}
-    assert {bucket(count, tokens) for count in range(1, reachable + 1)} <= met | {bucket(reachable, tokens)}
+    """Once the engine was idle, no matrix product meets a shape that it has not met; at once none that is twice as large
+    as all that it has."""
+    _, tokens, seqs = sizes
+    runner = recorded(*sizes)
+    assert {bucket(rows, seqs) for rows in range(1, seqs + 1)} <= {size.rows for size in runner.unmet}
+    met = {size.tokens for size in runner.unmet}
+    assert {bucket(count, tokens) for count in range(1, min(tokens, MAX_BUCKET) + 1)} <= met and max(met) <= tokens
     largest = sorted(size for size in met if size >= MAX_BUCKET)
     assert all(after <= 1.34 * before for before, after in pairwise(largest))
+    ran = [StepShape(plan, runner.buckets).bucket for plan in runner.plans]
+    for many in ({size.rows for size in ran if size.max_query_len == 1}, {size.tokens for size in ran}):
+        assert all(after <= 2 * before for before, after in pairwise(sorted(many)))
+
+
+def test_ranks_in_lockstep_meet_every_size_at_once() -> None:
+    """A turn is no rank's own there."""
+    runner = recorded(100, 300, 20)
+    met, wanted = deque[Bucket](), list(runner.unmet)
+    runner.unmet.clear()
+    runner.meet = lambda: met.append(runner.unmet.popleft())  # type: ignore[attr-defined]
+    limits: dict[str, Any] = {"max_num_seqs": 20, "max_num_batched_tokens": 300, "data_parallel_size": 2}
+    warm_up(runner, EngineConfig(**limits, dp_lockstep=True))  # type: ignore[arg-type]
+    assert list(met) == wanted and not runner.unmet
 
 
 def test_what_is_admitted_last_asks_for_nothing() -> None:

@@ -21,7 +21,6 @@ from wavecore.engine_core.loop.dp_proc import DPEngineCore, DPEngineCoreProc
 from wavecore.engine_core.loop.proc import EngineCoreProc
 from wavecore.engine_core.loop.worker_proc import run_worker
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.startup.compilation import KernelCompiler, compiler_beside
 from wavecore.engine_core.startup.factory import make_lockstep_runner, make_runner, make_worker
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
@@ -60,23 +59,15 @@ def main() -> int:
 def _build(args: argparse.Namespace, child: SupervisedChild) -> Callable[[], None]:
     config = EngineConfig.from_json(child.config)
     logging.getLogger().setLevel(config.log_level.upper())
-    if child.group and child.rank and not config.dp_lockstep:
-        return partial(run_worker, *make_worker(config, child.report_phase, child.group), child)
-    with compiler_beside(config) as compiler:
-        return _build_engine(args, child, config, compiler)
-
-
-def _build_engine(
-    args: argparse.Namespace, child: SupervisedChild, config: EngineConfig, compiler: KernelCompiler | None
-) -> Callable[[], None]:
-    make = child.report_phase, child.group, compiler
     if child.group and config.dp_lockstep:
         board = VoteBoard(child.group)
-        runner = make_lockstep_runner(config, *make)
+        runner = make_lockstep_runner(config, child.report_phase, child.group)
         dp_core = DPEngineCore(config, runner, board, expect=child.progress.expect)
         bound = _bound(args, child, dp_core, lockstep=child.group.life)
         return DPEngineCoreProc(dp_core, child, child.group, **bound).run
-    core = EngineCore(config, make_runner(config, *make), expect=child.progress.expect)
+    if child.group and child.rank:
+        return partial(run_worker, *make_worker(config, child.report_phase, child.group), child)
+    core = EngineCore(config, make_runner(config, child.report_phase, child.group), expect=child.progress.expect)
     return EngineCoreProc(core, child, **_bound(args, child, core)).run
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Never
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import LockstepRunner, Runner
-from wavecore.engine_core.startup.compilation import KernelCompiler
+from wavecore.engine_core.startup.compilation import compiler_beside
 from wavecore.transport.processes.group_memory import GroupMemory
 
 if TYPE_CHECKING:
@@ -19,39 +19,32 @@ if TYPE_CHECKING:
 
 
 def make_runner(
-    config: EngineConfig,
-    progress: Callable[[str, float], None],
-    group: GroupMemory | None = None,
-    compiler: KernelCompiler | None = None,
+    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None = None
 ) -> Runner:
     """Load `config.model`.
 
     Args:
         progress: called as progress(phase, fraction) with the phases of `frontend.progress_bars`.
         group: shared with the workers, if there are any.
-        compiler: compiles its kernels meanwhile.
 
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
     """
     if group is None or config.model.startswith("scripted:"):
-        return make_lockstep_runner(config, progress, group, compiler)
-    runner = _load(config, progress, group, compiler)
+        return make_lockstep_runner(config, progress, group)
+    runner = _load(config, progress, group)
     from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
 
     return GroupRunner(runner, group)
 
 
 def make_lockstep_runner(
-    config: EngineConfig,
-    progress: Callable[[str, float], None],
-    group: GroupMemory | None,
-    compiler: KernelCompiler | None = None,
+    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None
 ) -> LockstepRunner:
     """Load `config.model` for a process that has all of it: one that is alone, or a rank in lockstep.
 
     Args:
-        progress, group, compiler: as for `make_runner`.
+        progress, group: as for `make_runner`.
 
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
@@ -60,7 +53,7 @@ def make_lockstep_runner(
         from wavecore.engine_core.execution.scripted_runner import ScriptedRunner
 
         return ScriptedRunner(config, progress, group=group)
-    return _load(config, progress, None, compiler)
+    return _load(config, progress, None)
 
 
 def make_worker(
@@ -81,18 +74,13 @@ def make_worker(
         from wavecore.engine_core.execution.scripted_runner import ScriptedWorker
 
         return ScriptedWorker(config, progress, group).run, "cpu"
-    runner = _load(config, progress, group, None)
+    runner = _load(config, progress, group)
     from wavecore.engine_core.tensor_parallel.worker import Worker
 
     return Worker(runner, group).run, runner.info.device
 
 
-def _load(
-    config: EngineConfig,
-    progress: Callable[[str, float], None],
-    group: GroupMemory | None,
-    compiler: KernelCompiler | None,
-) -> ModelRunner:
+def _load(config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None) -> ModelRunner:
     """This rank's share of a real model."""
     from wavecore.engine_core.models.files import open_model
 
@@ -101,15 +89,16 @@ def _load(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # What is wrong with the files shows before torch is imported.
     source = open_model(config.model, progress, config.tokenizer, config.load_format != "dummy")
-    progress("import", 0.0)
-    from wavecore.engine_core.startup.loader import load_runner
+    with compiler_beside(config, group.rank if group else 0) as compiler:
+        progress("import", 0.0)
+        from wavecore.engine_core.startup.loader import load_runner
 
-    if group is None:
-        return load_runner(config, source, progress, compiler)
-    from wavecore.parallel.ranks import join
+        if group is None:
+            return load_runner(config, source, progress, compiler)
+        from wavecore.parallel.ranks import join
 
-    def meet(device: torch.device) -> Collectives:
-        kernel = not config.disable_custom_all_reduce
-        return join(group.store_fd, group.rank, group.ranks, device, group.progress.wait_for, kernel)
+        def meet(device: torch.device) -> Collectives:
+            kernel = not config.disable_custom_all_reduce
+            return join(group.store_fd, group.rank, group.ranks, device, group.progress.wait_for, kernel)
 
-    return load_runner(config, source, progress, compiler, meet)
+        return load_runner(config, source, progress, compiler, meet)

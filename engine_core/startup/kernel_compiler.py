@@ -25,11 +25,12 @@ from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.models.files import ModelSource, open_model
 from wavecore.engine_core.models.shard import Shard
 from wavecore.engine_core.models.weights import fill
-from wavecore.engine_core.startup.loader import Resolved, find_device, make_runner, resolve
+from wavecore.engine_core.startup.loader import find_device, make_runner, resolve
 from wavecore.engine_core.startup.warm_up import warm_up
 from wavecore.kernels import device, ops
 from wavecore.kernels.all_reduce import CHANNELS, PeerBuffers
-from wavecore.parallel.collectives import ALONE, Collectives
+from wavecore.parallel.collectives import ALONE, Alone
+from wavecore.parallel.peer_memory import MOST_BYTES
 from wavecore.transport.processes.child import die_with_parent
 
 META = torch.device("meta")
@@ -38,14 +39,10 @@ NOT_LAUNCHED: Any = SimpleNamespace(
 )
 
 
-class AllRanks(Collectives):
-    """A group that launches what each of its ranks would; nothing is summed."""
-
-    rank, calls = 0, 0
+class AllRanks(Alone):
+    """Launches what each rank of a group would; nothing is summed."""
 
     def __init__(self, size: int) -> None:
-        from wavecore.parallel.peer_memory import MOST_BYTES
-
         self.size, area = size, MOST_BYTES.get(size, 0) // CHANNELS
         buffers = (torch.empty(PeerBuffers.num_bytes(area) // 8, dtype=torch.int64, device=META),) * size
         self._peers = [PeerBuffers(buffers, rank, area) for rank in range(size)]
@@ -56,19 +53,14 @@ class AllRanks(Collectives):
                 peers.all_reduce(x)
         return x
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
         for peers in self._peers:
             if peers.hold(x):
-                peers.add_rms_norm(x, residual, weight, eps, weight_offset)
-        return ops.add_rms_norm(x, residual, weight, eps, weight_offset)
+                peers.add_rms_norm(x, *norm)
+        return super().add_rms_norm(x, *norm)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.expand(self.size, *x.shape)
-
-    def least(self, value: int) -> int:
-        return value
 
 
 class Forks:
@@ -79,8 +71,7 @@ class Forks:
 
     def before(self, *, fn: Any, compile: Any, **_: Any) -> bool:
         """Whether the launch is done with; in the fork it is compiled."""
-        if self._running == self._most:
-            self._reap()
+        self.wait(self._most - 1)
         # Here, and not only in the fork: a function's hash depends on whether those that it calls were hashed before
         # (Triton 3.6 and 3.7, `DependenciesFinder`), and the engine hashes in the order of launches.
         _ = fn.jit_function.cache_key
@@ -97,21 +88,21 @@ class Forks:
         driver.active.launcher_cls(kernel.src, kernel.metadata)
         os._exit(0)
 
-    def wait(self) -> None:
-        while self._running:
-            self._reap()
-
-    def _reap(self) -> None:
-        os.wait()
-        self._running -= 1
+    def wait(self, most: int = 0) -> None:
+        """Until so many run at most."""
+        while self._running > most:
+            os.wait()
+            self._running -= 1
 
 
-def without_memory(config: EngineConfig, source: ModelSource, resolved: Resolved) -> ModelRunner:
-    """The runner of rank 0, on the "meta" device."""
+def without_memory(config: EngineConfig, source: ModelSource, device: torch.device) -> ModelRunner:
+    """The runner that rank 0 would have on a device, on the "meta" device."""
     ranks = config.tensor_parallel_size
     shard = Shard(source.spec, ranks)
-    parameters = fill([], shard, resolved.dtype, META, lambda *_: None)
-    runner = make_runner(config, source, shard.spec, parameters, resolved, AllRanks(ranks) if ranks > 1 else ALONE)
+    dtype, block_size, length = resolve(config, shard.spec, device)
+    parameters = fill([], shard, dtype, META, lambda *_: None)
+    group = AllRanks(ranks) if ranks > 1 else ALONE
+    runner = make_runner(config, source, shard.spec, parameters, block_size, length, group)
     runner.allocate(2)
     return runner
 
@@ -141,8 +132,7 @@ def main() -> None:
     for name in device.STANDS_FOR:
         device.STANDS_FOR[name] = getattr(device, name)(gpu)
     source = open_model(config.model, lambda *_: None, config.tokenizer, need_weights=False)
-    resolved = resolve(config, Shard(source.spec, config.tensor_parallel_size).spec, gpu)
-    compile_kernels(without_memory(config, source, resolved), config, cuda)
+    compile_kernels(without_memory(config, source, gpu), config, cuda)
 
 
 if __name__ == "__main__":

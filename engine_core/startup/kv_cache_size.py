@@ -18,7 +18,6 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.out_of_memory import shortage
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.models.files import Progress
-from wavecore.engine_core.startup.compilation import compilation_told
 from wavecore.engine_core.startup.free_memory import host_memory
 from wavecore.engine_core.startup.memory_budget import (
     GIB,
@@ -100,8 +99,8 @@ def measure(runner: ModelRunner, config: EngineConfig, progress: Progress) -> tu
     activations, graphs, reason = 0, 0, ""
     try:
         runner.allocate(2)
-        with compilation_told(progress, "warm_up"):
-            warm_up(runner, config)
+        progress("warm_up", 0.0)
+        warm_up(runner, config)
         activations = torch.cuda.max_memory_reserved(device)
         progress("graphs", 0.0)
         if not (config.enforce_eager or config.custom_ops):  # a user's kernel need not be one that can be captured

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
-from typing import NamedTuple
 
 import torch
 
@@ -33,20 +32,6 @@ from wavecore.transport.errors import ConfigError, ModelError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK_BYTES = 2 << 20
 CPU_FLOPS = 1e10  # of a core, at the least; how fast it really is shows with the first steps
-
-
-class Resolved(NamedTuple):
-    """What the settings leave to the model and its device.
-
-    Attributes:
-        dtype: of weights and KV cache.
-        block_size: tokens a KV block.
-        length: of the longest sequence.
-    """
-
-    dtype: torch.dtype
-    block_size: int
-    length: int
 
 
 def load_runner(
@@ -91,7 +76,7 @@ def load_runner(
         torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through
     progress("tables", 0.0)
     with refused("the tables of all requests do not fit into memory", SMALLER_STEPS):
-        runner = make_runner(config, source, spec, parameters, Resolved(dtype, block_size, length), group)
+        runner = make_runner(config, source, spec, parameters, block_size, length, group)
     runner.marks, runner.profiler = config.nvtx and device.type == "cuda", Profiler(device, config.torch_profiler_dir)
     if device.type == "cuda":
         progress("compile", 0.0)
@@ -107,11 +92,11 @@ def make_runner(
     source: ModelSource,
     spec: ModelSpec,
     parameters: Parameters,
-    resolved: Resolved,
+    block_size: int,
+    length: int,
     group: Collectives,
 ) -> ModelRunner:
     """A runner without a KV cache, on the device of the parameters; `spec` is this rank's share."""
-    dtype, block_size, length = resolved
     device = parameters["embed"].device
     info = RunnerInfo(
         num_blocks=0,
@@ -121,7 +106,7 @@ def make_runner(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         eos_token_ids=source.eos_token_ids,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(parameters["embed"].dtype).removeprefix("torch."),
         device=str(device),
         model_path=str(source.path),
         token_seconds=2 * spec.num_parameters / (CPU_FLOPS * torch.get_num_threads()) if device.type == "cpu" else 0.0,
@@ -180,15 +165,15 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def resolve(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Resolved:
-    """What the settings leave open; `spec` is this rank's share of the model.
+def resolve(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[torch.dtype, int, int]:
+    """What the settings leave to the model and its device: dtype, tokens of a KV block, and of the longest sequence.
 
     Raises:
         ConfigError: no model of this kind can be so long.
     """
     dtype = _dtype(config, spec, device)
     block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
-    return Resolved(dtype, block_size, _max_model_len(config, spec, block_size, dtype, device))
+    return dtype, block_size, _max_model_len(config, spec, block_size, dtype, device)
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:

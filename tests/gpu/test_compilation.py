@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 128, "max_position_embeddings": 4200}),
     "gemma2": ("Gemma2", {"sliding_window": 12, "query_pre_attn_scalar": 48, "tie_word_embeddings": True}),
 }
+
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @triton.jit
@@ -60,3 +67,21 @@ def test_no_request_compiles_a_kernel(
     _probe[(1,)](torch.zeros(1, dtype=torch.int32, device="cuda"), VALUE=rows)
     assert [name.rsplit(".", 1)[-1] for name in compiled] == ["_probe"], "the hook does not fire"
     assert not any(found.values()), {kind: names for kind, names in found.items() if names}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_engine_finds_every_kernel_compiled(tmp_path: Path, model: str) -> None:
+    """With empty caches: cubins, what launches them, and Triton's own library. tests/kernels/test_compile.py shows
+    the same for more models, as far as it can be without a GPU."""
+    family, changes = MODELS[model]
+    folder = save_model(tmp_path / "model", make_config(family, **changes), scale=0.08)
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "tests.gpu.compiled_aside", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert sum(name.endswith(".cubin") for name in found["aside"]) > 20
+    assert any(name.startswith("cuda_utils") for name in found["aside"])
+    assert not found["later"] and not found["processes"]

@@ -15,7 +15,6 @@ from tests.kernels.compile_only import no_machine_code
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.models.files import open_model
 from wavecore.engine_core.startup.kernel_compiler import AllRanks, compile_kernels, without_memory
-from wavecore.engine_core.startup.loader import resolve
 from wavecore.kernels.device import STANDS_FOR
 
 if __name__ == "__main__":
@@ -23,6 +22,6 @@ if __name__ == "__main__":
     STANDS_FOR["capability"] = 90
     config = EngineConfig.from_json(sys.stdin.read())
     source = open_model(config.model, lambda *_: None)
-    runner = without_memory(config, source, resolve(config, source.spec, torch.device("cpu")))
+    runner = without_memory(config, source, torch.device("cpu"))
     runner.model.group = AllRanks(2)
     compile_kernels(runner, config, SimpleNamespace(launcher_cls=lambda *_: None))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.plan import NewRequest, RowLogprobs, Runner, StepPlan, StepResult, int_table
-from wavecore.engine_core.startup.factory import make_runner
+from wavecore.engine_core.startup import factory
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1000)
 NO_ROWS = np.zeros(0, np.intp), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_)
@@ -20,7 +22,12 @@ NO_ROWS = np.zeros(0, np.intp), np.zeros(0, np.int32), np.zeros(0, np.int32), np
 def load(model: Any, **settings: Any) -> Runner:
     values: dict[str, Any] = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 4}
     values |= {"num_gpu_blocks_override": 2000, "model": str(model)}
-    return make_runner(EngineConfig(**{**values, **settings}), lambda _phase, _fraction: None)
+    # A process of tests has most kernels compiled, and no engine to wait for.
+    with patch.object(factory, "compiler_beside", lambda *_: nullcontext()):
+        runner: Any = factory.make_runner(EngineConfig(**{**values, **settings}), lambda _phase, _fraction: None)
+    while getattr(runner, "unmet", ()):  # as in the idle turns of an engine
+        runner.meet()
+    return runner  # type: ignore[no-any-return]
 
 
 @dataclass

@@ -16,9 +16,10 @@ from tests.support.model_engine import ModelEngine
 
 from wavecore.engine_core.execution import graphs
 from wavecore.engine_core.execution.graphs import PIECE, Part, StepGraphs
-from wavecore.engine_core.execution.step_shape import Buckets
+from wavecore.engine_core.execution.step_shape import Bucket, Buckets
 from wavecore.engine_core.loop import core
 from wavecore.engine_core.plan import StepPlan
+from wavecore.engine_core.startup.warm_up import every_size
 
 MIB = 1 << 20
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], [9] * 11, [3, 1]]
@@ -164,12 +165,10 @@ def test_the_reserve_holds_what_the_pool_took_and_the_driver_takes(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: made.pool)
     monkeypatch.setattr(made, "_driver_bytes", lambda part: {"forward": 3 * MIB, "sample": MIB}[part[1][0]])
     made.grows = 40 * MIB
-    assert (
-        made.reserve([(ran.append, ("forward",))] * 40, [(ran.append, ("sample",))] * 20)
-        == ((200 + 100) + (40 * 3 + 20) + 40) * MIB
-    )
-    assert ran == [args[0] for _, args in made.captured] == ["forward"] * 3 + ["sample"] * 2
-    assert made.most == 60 and made.room == (100 + 140) * MIB
+    reserve = made.reserve([(ran.append, ("forward",))] * 40, [(ran.append, ("sample",))] * 20)
+    assert ran == [args[0] for _, args in made.captured] == ["forward"] * 2 + ["sample"]
+    assert made.most == 60 and made.room == (60 + 40 * 3 + 20) * MIB
+    assert reserve == 120 * MIB + made.room + 40 * MIB
 
 
 def test_steps_run_from_graphs_once_they_are_there(tiny_llama: Path) -> None:
@@ -222,6 +221,31 @@ def test_an_engine_captures_beside_its_requests_and_when_it_is_idle(
     first = len(made.replayed)
     assert engine.generate(prompts, params) == want
     assert len(made.replayed) - first > first
+
+
+def test_an_idle_engine_meets_every_size_and_changes_nothing(tiny_llama: Path) -> None:
+    """And a size that it met so has no graph."""
+    limits: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 20, "num_gpu_blocks_override": 14}
+    engine, plain = ModelEngine(tiny_llama, **limits), ModelEngine(tiny_llama, **limits)
+    made, runner = with_graphs(engine.runner, 20, 6), engine.runner
+    params = replace(GREEDY, max_tokens=6, ignore_eos=True)
+    assert engine.generate(PROMPTS, params) == plain.generate(PROMPTS, params)
+    while engine.core.has_work:
+        engine.core.step()
+    forward, captured, cache = runner.forward, len(made.captured), runner.kv_cache.clone()
+    sizes, met = list(every_size(20, runner.buckets)), list[Bucket]()
+
+    def noting(bucket: Bucket, *more: Any) -> Any:
+        met.append(bucket)
+        return forward(bucket, *more)
+
+    runner.forward = noting
+    runner.unmet.extend(sizes)
+    while engine.core.has_work:
+        engine.core.step()
+    assert met == sizes and len(made.captured) == captured and torch.equal(runner.kv_cache, cache)
+    runner.forward = forward
+    assert engine.generate(PROMPTS, params) == plain.generate(PROMPTS, params)
 
 
 def test_a_dummy_step_changes_nothing(tiny_llama: Path) -> None:

@@ -94,8 +94,8 @@ def _has(admission: Any, option: str) -> bool:
 @example((4200, 8192, 256))
 @example((131072, 16384, 1024))
 def test_every_padded_size_is_among_them(sizes: tuple[int, int, int]) -> None:
-    """Once the engine was idle, no matrix product meets a shape that it has not met; at once none that is twice as large
-    as all that it has."""
+    """Once the engine was idle, no matrix product meets a shape that it has not met. At once it has met some of every
+    order of size."""
     _, tokens, seqs = sizes
     runner = recorded(*sizes)
     assert {bucket(rows, seqs) for rows in range(1, seqs + 1)} <= {size.rows for size in runner.unmet}

@@ -94,11 +94,11 @@ def _load(config: EngineConfig, progress: Callable[[str, float], None], group: G
         from wavecore.engine_core.startup.loader import load_runner
 
         if group is None:
-            return load_runner(config, source, progress, compiler)
+            return load_runner(config, source, progress, compiler=compiler)
         from wavecore.parallel.ranks import join
 
         def meet(device: torch.device) -> Collectives:
             kernel = not config.disable_custom_all_reduce
             return join(group.store_fd, group.rank, group.ranks, device, group.progress.wait_for, kernel)
 
-        return load_runner(config, source, progress, compiler, meet)
+        return load_runner(config, source, progress, meet, compiler)

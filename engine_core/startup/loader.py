@@ -38,14 +38,14 @@ def load_runner(
     config: EngineConfig,
     source: ModelSource,
     progress: Progress,
-    compiler: KernelCompiler | None = None,
     meet: Callable[[torch.device], Collectives] = lambda _device: ALONE,
+    compiler: KernelCompiler | None = None,
 ) -> ModelRunner:
     """Load the weights and allocate the KV cache.
 
     Args:
-        compiler: compiles the kernels while the weights load.
         meet: called with this rank's device; gives the ranks that share the model, of which this one loads its part.
+        compiler: compiles the kernels while the weights load.
 
     Raises:
         ModelError: the model's files.

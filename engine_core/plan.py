@@ -93,7 +93,8 @@ class StepPlan:
         copies: int32 [n, 2] of (source block, destination block) on the device.
         table: int32 [n, 3] of (slot, index, block id): what changes in the block table.
         after: copies and rows run behind the transfers of all plans up to this earlier step id; -1 behind none.
-        captures: no rows; a part of steps without a CUDA graph gets one. No other step is in flight.
+        captures: no rows; a part of steps without a CUDA graph gets one, or a size of steps that did not run yet runs
+            as padding. No other step is in flight.
         num_tokens: of all rows.
         is_dummy: all rows have slot -1: the step runs in the kernels of any other of its size, and changes nothing.
     """
@@ -227,7 +228,8 @@ class Runner(Protocol):
         """Start a step; return without waiting for the device."""
 
     def wants_capture(self, uses: int) -> bool:
-        """Some part of steps has no CUDA graph, could have one, and ran so often: a plan may say `captures`."""
+        """Some part of steps has no CUDA graph, could have one, and ran so often: a plan may say `captures`. For `uses`
+        of 1, as in idle turns, also where a size of steps did not run yet."""
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes by use: weights_bytes, kv_cache_bytes, ..."""

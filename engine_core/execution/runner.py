@@ -133,6 +133,8 @@ class ModelRunner:
     def start(self, plan: StepPlan, least: LeastSize | None = None) -> Launched:
         """Begin the plan's block copies, apply its events, run its rows, and begin to fetch what they produce."""
         with self._out_of_memory(plan):
+            if plan.captures and not self.graphs.wanted(1):  # no part is without its graph: a size did not run yet
+                self.meet()
             self.copies.join(plan.after)
             self.copies.start(plan, self.kv_cache, self.host_kv_cache)
             shape, state = StepShape(plan, self.buckets, least), self.state
@@ -144,8 +146,6 @@ class ModelRunner:
             self.copies.join_copies()
             if plan.captures and self.graphs.wanted(1):
                 self.graphs.capture(self.model.group.least)
-            elif plan.captures and self.unmet:
-                self.meet()
             if not shape.bucket.rows:
                 ops.update_block_table(state.block_table, state.input.changes)
                 return Launched(shape, None, extras, self.copies)

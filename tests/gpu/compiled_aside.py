@@ -23,7 +23,8 @@ def compiled() -> list[str]:
 
 
 def main(folder: str) -> None:
-    config = EngineConfig(model=folder, device="cuda", dtype="bfloat16", max_num_seqs=64, max_num_batched_tokens=4096)
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "num_gpu_blocks_override": 1000}
+    config = EngineConfig(model=folder, device="cuda", dtype="bfloat16", **limits)
     aside: list[str] = []
 
     def progress(phase: str, _fraction: float) -> None:

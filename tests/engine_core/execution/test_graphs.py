@@ -166,9 +166,9 @@ def test_the_reserve_holds_what_the_pool_took_and_the_driver_takes(monkeypatch: 
     monkeypatch.setattr(made, "_driver_bytes", lambda part: {"forward": 3 * MIB, "sample": MIB}[part[1][0]])
     made.grows = 40 * MIB
     reserve = made.reserve([(ran.append, ("forward",))] * 40, [(ran.append, ("sample",))] * 20)
-    assert ran == [args[0] for _, args in made.captured] == ["forward"] * 2 + ["sample"]
-    assert made.most == 60 and made.room == (60 + 40 * 3 + 20) * MIB
-    assert reserve == 120 * MIB + made.room + 40 * MIB
+    assert ran == [args[0] for _, args in made.captured] == ["forward"] * 3 + ["sample"] * 2
+    assert made.most == 60 and made.room == (100 + 40 * 3 + 20) * MIB
+    assert reserve == 200 * MIB + made.room + 40 * MIB
 
 
 def test_steps_run_from_graphs_once_they_are_there(tiny_llama: Path) -> None:

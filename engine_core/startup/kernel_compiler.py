@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -64,35 +65,46 @@ class AllRanks(Alone):
 
 
 class Forks:
-    """Triton's hooks: each new kind of launch is compiled by a fork, of which there are at most `most` at a time."""
+    """Triton's hooks: each new kind of launch is compiled by a fork, of which there are at most `most` at a time.
 
-    def __init__(self, most: int) -> None:
-        self._most, self._running = most, 0
+    Args:
+        make_driver: Triton's driver; where there is none in the cache yet, its making compiles C code.
+    """
 
-    def before(self, *, fn: Any, compile: Any, **_: Any) -> bool:
-        """Whether the launch is done with; in the fork it is compiled."""
+    def __init__(self, most: int, make_driver: Callable[[], Any]) -> None:
+        self._most, self._running, self._make_driver = most, 0, make_driver
+
+    def begin(self) -> bool:
+        """Fork. True in the fork, which is to end by `os._exit`."""
         self.wait(self._most - 1)
-        # Here, and not only in the fork: a function's hash depends on whether those that it calls were hashed before
-        # (Triton 3.6 and 3.7, `DependenciesFinder`), and the engine hashes in the order of launches.
-        _ = fn.jit_function.cache_key
         if os.fork() == 0:
             die_with_parent()
-            return False
+            return True
         self._running += 1
-        fn.jit_function.device_caches[0][0][compile["key"]] = NOT_LAUNCHED
-        return True
-
-    def after(self, *, fn: Any, compile: Any, **_: Any) -> None:
-        """The fork has compiled its kernel, and ends with the C code that launches it."""
-        kernel = fn.jit_function.device_caches[0][0][compile["key"]]
-        driver.active.launcher_cls(kernel.src, kernel.metadata)
-        os._exit(0)
+        return False
 
     def wait(self, most: int = 0) -> None:
         """Until so many run at most."""
         while self._running > most:
             os.wait()
             self._running -= 1
+
+    def before(self, *, fn: Any, compile: Any, **_: Any) -> bool:
+        """Whether the launch is done with; in the fork it is compiled."""
+        # Here, and not only in the fork: a function's hash depends on whether those that it calls were hashed before
+        # (Triton 3.6 and 3.7, `DependenciesFinder`), and the engine hashes in the order of launches.
+        _ = fn.jit_function.cache_key
+        if self.begin():
+            return False
+        fn.jit_function.device_caches[0][0][compile["key"]] = NOT_LAUNCHED
+        return True
+
+    def after(self, *, fn: Any, compile: Any, **_: Any) -> None:
+        """The fork has compiled its kernel, and ends with the C code that launches it."""
+        kernel = fn.jit_function.device_caches[0][0][compile["key"]]
+        driver.set_active(self._make_driver())
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+        os._exit(0)
 
 
 def without_memory(config: EngineConfig, source: ModelSource, device: torch.device) -> ModelRunner:
@@ -107,18 +119,13 @@ def without_memory(config: EngineConfig, source: ModelSource, device: torch.devi
     return runner
 
 
-def compile_kernels(runner: ModelRunner, config: EngineConfig, gpu: Any) -> None:
-    """Compile all kernels that such a runner launches on a GPU like `device.STANDS_FOR`.
-
-    Args:
-        gpu: Triton's driver.
-    """
-    gpu.get_current_device = gpu.get_current_stream = lambda *_: 0
-    gpu.get_current_target = lambda: GPUTarget("cuda", device.STANDS_FOR["capability"], 32)
-    driver.set_active(gpu)
+def compile_kernels(runner: ModelRunner, config: EngineConfig, forks: Forks) -> None:
+    """Compile all kernels that such a runner launches on a GPU like `device.STANDS_FOR`."""
+    target = GPUTarget("cuda", device.STANDS_FOR["capability"], 32)
+    no_driver = {"get_current_device": lambda: 0, "get_current_stream": int, "get_current_target": lambda: target}
+    driver.set_active(SimpleNamespace(**no_driver))
     for operation in ops.OPERATIONS.values():
         operation.replace(operation.kernel)
-    forks = Forks(len(os.sched_getaffinity(0)))
     knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = forks.before, forks.after
     warm_up(runner, replace(config, dp_lockstep=False))
     forks.wait()
@@ -127,12 +134,15 @@ def compile_kernels(runner: ModelRunner, config: EngineConfig, gpu: Any) -> None
 def main() -> None:
     die_with_parent()
     config = EngineConfig.from_json(sys.stdin.read())
-    cuda = CudaDriver()  # compiles C code, as the engine would do at its first launch
+    forks = Forks(len(os.sched_getaffinity(0)), CudaDriver)
+    if forks.begin():
+        CudaDriver()
+        os._exit(0)
     gpu = find_device(config.device)
     for name in device.STANDS_FOR:
         device.STANDS_FOR[name] = getattr(device, name)(gpu)
     source = open_model(config.model, lambda *_: None, config.tokenizer, need_weights=False)
-    compile_kernels(without_memory(config, source, gpu), config, cuda)
+    compile_kernels(without_memory(config, source, gpu), config, forks)
 
 
 if __name__ == "__main__":

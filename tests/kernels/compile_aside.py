@@ -14,7 +14,7 @@ from tests.kernels.compile_only import no_machine_code
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.models.files import open_model
-from wavecore.engine_core.startup.kernel_compiler import AllRanks, compile_kernels, without_memory
+from wavecore.engine_core.startup.kernel_compiler import AllRanks, Forks, compile_kernels, without_memory
 from wavecore.kernels.device import STANDS_FOR
 
 if __name__ == "__main__":
@@ -24,4 +24,4 @@ if __name__ == "__main__":
     source = open_model(config.model, lambda *_: None)
     runner = without_memory(config, source, torch.device("cpu"))
     runner.model.group = AllRanks(2)
-    compile_kernels(runner, config, SimpleNamespace(launcher_cls=lambda *_: None))
+    compile_kernels(runner, config, Forks(4, lambda: SimpleNamespace(launcher_cls=lambda *_: None)))

@@ -241,6 +241,9 @@ def test_an_idle_engine_meets_every_size_and_changes_nothing(tiny_llama: Path) -
 
     runner.forward = noting
     runner.unmet.extend(sizes)
+    plan = replace(StepPlan.empty(), table=np.array([[5, 1, 3]], np.int32), captures=True)
+    runner.launch(plan).wait()  # what else it holds is done, too
+    assert met == sizes[:1] and runner.state.block_table[5, 1] == 3
     while engine.core.has_work:
         engine.core.step()
     assert met == sizes and len(made.captured) == captured and torch.equal(runner.kv_cache, cache)

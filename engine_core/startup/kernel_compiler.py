@@ -29,9 +29,9 @@ from wavecore.engine_core.models.weights import fill
 from wavecore.engine_core.startup.loader import find_device, make_runner, resolve
 from wavecore.engine_core.startup.warm_up import warm_up
 from wavecore.kernels import device, ops
-from wavecore.kernels.all_reduce import CHANNELS, PeerBuffers
+from wavecore.kernels.all_reduce import PeerBuffers
 from wavecore.parallel.collectives import ALONE, Alone
-from wavecore.parallel.peer_memory import MOST_BYTES
+from wavecore.parallel.peer_memory import AREA, MOST_BYTES
 from wavecore.transport.processes.child import die_with_parent
 
 META = torch.device("meta")
@@ -44,9 +44,9 @@ class AllRanks(Alone):
     """Launches what each rank of a group would; nothing is summed."""
 
     def __init__(self, size: int) -> None:
-        self.size, area = size, MOST_BYTES.get(size, 0) // CHANNELS
-        buffers = (torch.empty(PeerBuffers.num_bytes(area) // 8, dtype=torch.int64, device=META),) * size
-        self._peers = [PeerBuffers(buffers, rank, area) for rank in range(size)]
+        self.size = size
+        buffers = (torch.empty(PeerBuffers.num_bytes(AREA) // 8, dtype=torch.int64, device=META),) * size
+        self._peers = [PeerBuffers(buffers, rank, AREA, MOST_BYTES.get(size, 0)) for rank in range(size)]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         for peers in self._peers:

@@ -162,8 +162,8 @@ def test_out_of_memory_at_each_collective_of_each_rank(wide: Path, rank: int) ->
         begin = runner.collectives[rank].calls
         if fails_at is not None:
             runner.collectives[rank].fails_at = begin + fails_at
-        for i, params in enumerate((EVERYTHING[1], EVERYTHING[3])):
-            engine.add(prompts(2, longest=30, seed=5)[i], params.clone(max_tokens=3))
+        for i, params in enumerate(EVERYTHING[1:4]):
+            engine.add(prompts(3, longest=30, seed=5)[i], params.clone(max_tokens=3))
         ended = [output.tokens for output in engine.run().values()]
         calls = runner.collectives[rank].calls - begin
         runner.close()

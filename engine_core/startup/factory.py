@@ -34,7 +34,7 @@ def make_runner(
     runner = _load(config, progress, group)
     from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
 
-    return GroupRunner(runner, group)
+    return GroupRunner(runner, group, config.check_ranks)
 
 
 def make_lockstep_runner(
@@ -76,7 +76,7 @@ def make_worker(
     runner = _load(config, progress, group)
     from wavecore.engine_core.tensor_parallel.worker import Worker
 
-    return Worker(runner, group).run, runner.info.device
+    return Worker(runner, group, config.check_ranks).run, runner.info.device
 
 
 def _load(config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None) -> ModelRunner:

@@ -17,6 +17,7 @@ from enum import IntEnum
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, StepPlan, StepResult
 from wavecore.engine_core.tensor_parallel.plan_codec import Buffer, encode
+from wavecore.engine_core.tensor_parallel.step_check import StepCheck, digest
 from wavecore.transport.errors import NotSupportedError
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.step_ring import StepWriter, spin_then_sleep
@@ -27,6 +28,7 @@ class Record(IntEnum):
 
     PLAN = 0
     PROFILE = 1  # one byte: on or off
+    CHECK = 2  # a `StepCheck`
 
 
 class WorkerWords:
@@ -68,17 +70,19 @@ class GroupRunner:
 
     Args:
         runner: of this rank.
+        checks: whether workers compare each step with this rank's.
     """
 
-    def __init__(self, runner: ModelRunner, memory: GroupMemory) -> None:
-        self._runner, self.info = runner, runner.info
+    def __init__(self, runner: ModelRunner, memory: GroupMemory, checks: bool = False) -> None:
+        self._runner, self.info, self.checks = runner, runner.info, checks
         self._steps, self._words = StepWriter(memory), WorkerWords(memory)
         self._in_flight: deque[_GroupStep] = deque()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         self._send(Record.PLAN, encode(plan))
         with self._dropped():
-            step = _GroupStep(self, plan.step_id, self._runner.launch(plan))
+            check = StepCheck(plan.step_id, digest(plan)) if self.checks else None
+            step = _GroupStep(self, plan.step_id, self._runner.launch(plan), check)
         self._in_flight.append(step)
         return step
 
@@ -95,6 +99,8 @@ class GroupRunner:
             words.wait_for(words.LAUNCHED, step.step_id)
             if failed := words.failed(step.step_id):
                 raise OutOfMemory(f"rank {failed[0]}: a step does not fit; its size is in the log of that rank")
+        if step.check is not None:
+            self._send(Record.CHECK, [step.check.with_tokens(result.tokens).to_bytes()])
         return replace(result, transferred=min(result.transferred, words.transferred()))
 
     def own_result(self, step: _GroupStep) -> StepResult:
@@ -153,6 +159,7 @@ class _GroupStep:
     runner: GroupRunner
     step_id: int
     pending: PendingStep
+    check: StepCheck | None
     own: Future[StepResult] = field(default_factory=Future)
 
     def wait(self) -> StepResult:

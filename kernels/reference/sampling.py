@@ -99,7 +99,7 @@ def _noisy(x: Tensor, rows: SamplingRows, slots: Tensor, positions: Tensor) -> T
 def _best_of_parts(x: Tensor) -> Tensor:
     """float32 [2, N, parts]: the largest of each PART columns of x [N, V], and its column."""
     full = x.shape[1] // PART
-    pieces = x[:, : full * PART].unflatten(1, (full, PART)), x[:, None, full * PART :]
+    pieces = x[:, : full * PART].view(len(x), full, PART), x[:, None, full * PART :]
     found = [piece.max(-1) for piece in pieces if piece.shape[1] * piece.shape[2]]
     values, places = (torch.cat(columns, 1) for columns in zip(*found, strict=True))
     return torch.stack((values, (places + torch.arange(values.shape[1], device=x.device) * PART).float()))

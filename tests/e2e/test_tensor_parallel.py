@@ -37,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(model, tensor_parallel_size=2, skip_tokenizer_init=True, kv_cache_memory_gib=0.01, **SETTINGS) as llm:
+    """The ranks compare what they do in every step of every test."""
+    more = {**SETTINGS, "kv_cache_memory_gib": 0.01, "check_ranks": True}
+    with LLM(model, tensor_parallel_size=2, skip_tokenizer_init=True, **more) as llm:
         yield llm
 
 

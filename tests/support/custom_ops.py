@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from wavecore.kernels import ops
 from wavecore.kernels.reference import layers
 
 calls = 0
@@ -27,3 +31,11 @@ def careless(gate_up: Tensor) -> Tensor:
 
 def for_gpus(gate_up: Tensor) -> Tensor:
     raise RuntimeError("not on this device")
+
+
+def raising_on_rank_1(gate_up: Tensor) -> Tensor:
+    """The engine's own function, which raises on the second rank of an engine while $RAISE_ON_RANK_1 names a file."""
+    if Path(os.environ["RAISE_ON_RANK_1"]).exists() and torch.distributed.get_rank() == 1:
+        raise RuntimeError("this test wants rank 1 to raise")
+    own = ops.silu_mul.kernel if gate_up.is_cuda else layers.silu_mul
+    return own(gate_up)

@@ -230,7 +230,7 @@ class Runner(Protocol):
         """Some part of steps has no CUDA graph, could have one, and ran so often: a plan may say `captures`."""
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes by use: weights_bytes, kv_cache_bytes, ..."""
+        """Bytes by use: weights_bytes, kv_cache_bytes, ...; of the device that holds most."""
 
     def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:
         """Attention weights float32 [n, n] of one head, computed beside the KV cache.

@@ -5,7 +5,7 @@
 `make_checkpoint.py` makes the folders. One engine a model serves all of its workloads, one after the other, from an
 empty prefix cache each. Every workload runs first with one output token a request, which is the time of its prompts,
 then whole; the difference is the time of its decode steps. A row is printed as soon as it is measured.
-With --settings '{"tensor_parallel_size": 2}' the floor is that of the GPUs together, which hear of each other in no time.
+With --settings '{"tensor_parallel_size": 2}' the floor is that of both GPUs, which hear of each other in no time.
 """
 
 from __future__ import annotations

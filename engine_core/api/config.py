@@ -147,7 +147,7 @@ class EngineConfig:
     step_timeout: Annotated[float, ABOVE_ZERO] = 60.0
     shutdown_timeout: Annotated[float, FROM_ZERO] = 30.0
     custom_ops: dict[str, str] | None = None
-    tensor_parallel_size: Annotated[int, Bounds(1, 1 << 10)] = 1
+    tensor_parallel_size: Annotated[int, Bounds(1, 1 << 8)] = 1
     disable_custom_all_reduce: bool = False
     check_ranks: bool = False
     data_parallel_size: Annotated[int, Bounds(1, MAX_ENGINES)] = 1

@@ -82,12 +82,15 @@ def make_worker(
 def _load(config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None) -> ModelRunner:
     """This rank's share of a real model."""
     from wavecore.engine_core.models.files import open_model
+    from wavecore.engine_core.models.shard import Shard
 
     # OpenMP reads this when torch is first imported. A worker thread that spins while it waits takes the core that the
     # frontend needs: on two busy cores steps then took five to ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # What is wrong with the files shows before torch is imported.
+    # What is wrong with the files, or the number of ranks, shows before torch is imported.
     source = open_model(config.model, progress, config.tokenizer, config.load_format != "dummy")
+    if group is not None:
+        Shard(source.spec, group.ranks)
     progress("import", 0.0)
     from wavecore.engine_core.startup.loader import load_runner
 

@@ -50,6 +50,8 @@ class Worker:
                     self._profile(bool(data[0]))
                 case Record.CHECK:
                     self._compare(StepCheck.from_bytes(data))
+                case Record.MEMORY:
+                    self._words.tell_memory(self._runner.memory_stats())
             self._progress.beat()
 
     def _profile(self, on: bool) -> None:

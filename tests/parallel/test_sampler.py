@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,8 @@ class Recording(ThreadRank):
 
 
 @pytest.fixture
-def kernels() -> Iterator[None]:
-    """On a CPU, by an interpreter that is one for all threads."""
+def kernels() -> Iterator[str]:
+    """The device of the kernels: a GPU, or a CPU with an interpreter, which is one for all threads."""
     lock = threading.Lock()
 
     def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def kernels() -> Iterator[None]:
     used = (ops.adjust, ops.draw, ops.finish)
     for operation in used:
         operation.replace(one_at_a_time(operation.kernel))
-    yield
+    yield "cuda" if torch.cuda.is_available() else "cpu"
     for operation in used:
         operation.replace(None)
 
@@ -115,28 +115,31 @@ def test_the_draws_of_one_rank(vocab: int, size: int, truncates: bool) -> None:
     check_draws(vocab, size, truncates)
 
 
-@pytest.mark.usefixtures("kernels")
-def test_the_draws_of_one_rank_by_kernels() -> None:
-    check_draws(5001, 2, truncates=False)
+def test_the_draws_of_one_rank_by_kernels(kernels: str) -> None:
+    check_draws(5001, 2, truncates=False, device=kernels)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("truncates", [False, True])
 @pytest.mark.parametrize(("vocab", "size"), CASES)
-@pytest.mark.usefixtures("kernels")
-def test_every_case_by_kernels(vocab: int, size: int, truncates: bool) -> None:
-    check_draws(vocab, size, truncates)
+def test_every_case_by_kernels(vocab: int, size: int, truncates: bool, kernels: str) -> None:
+    check_draws(vocab, size, truncates, kernels)
 
 
-def check_draws(vocab: int, size: int, truncates: bool) -> None:
+def moved(rows: SamplingRows, device: str) -> SamplingRows:
+    values = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    return replace(rows, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
+
+
+def check_draws(vocab: int, size: int, truncates: bool, device: str = "cpu") -> None:
     dice = torch.Generator().manual_seed(7)
     logits = torch.randn(8, vocab, generator=dice) * 3
     logits[7, 3] = torch.nan
     whole = asking(vocab, truncates)
     own = -(-vocab // size)
-    padded = F.pad(logits, (0, size * own - vocab), value=-torch.inf)
+    padded = F.pad(logits, (0, size * own - vocab), value=-torch.inf).to(device)
     ranges = [range(rank * own, (rank + 1) * own) for rank in range(size)]
-    board, shares = Board(size), [share(whole, ids, size) for ids in ranges]
+    board, shares = Board(size), [moved(share(whole, ids, size), device) for ids in ranges]
     groups = [Recording(board, rank) for rank in range(size)]
 
     def work(rank: int) -> None:
@@ -149,7 +152,8 @@ def check_draws(vocab: int, size: int, truncates: bool) -> None:
 
     with ThreadPoolExecutor(size) as threads:
         list(threads.map(work, range(size)))
-    sample(logits, whole, vocab, ALONE)
+    before, whole = whole.counts.clone(), moved(whole, device)
+    sample(logits.to(device), whole, vocab, ALONE)
     assert whole.tokens[3] == -1 and whole.faults.tolist() == [0] * 7 + [1]
     good = whole.faults == 0
     for rank, group in zip(shares, groups, strict=True):
@@ -158,4 +162,4 @@ def check_draws(vocab: int, size: int, truncates: bool) -> None:
         assert torch.equal(rank.tokens, shares[0].tokens) and torch.equal(rank.token_ids, shares[0].token_ids)
         assert group.gathered == collectives(8, own, truncates)
     assert torch.equal(torch.cat([rank.counts for rank in shares], 1)[:, :vocab], whole.counts)
-    assert (whole.counts != asking(vocab, truncates).counts).sum() == 2
+    assert (whole.counts != before.to(device)).sum() == 2

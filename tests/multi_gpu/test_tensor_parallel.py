@@ -134,7 +134,7 @@ def test_without_graphs_and_after_an_exception(model: Path, expected: Any, tmp_p
     raises = tmp_path / "raise"
     operation = {"silu_mul": "tests.support.custom_ops:raising_on_rank_1"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAISE_ON_RANK_1", str(raises))
+        patch.setenv("FAIL_ON_RANK_1", str(raises))
         with LLM(model, tensor_parallel_size=2, check_ranks=True, custom_ops=operation, **SETTINGS) as llm:
             check_all(llm, expected)
             before, stream = entry(llm), started(llm)

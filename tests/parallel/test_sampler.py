@@ -115,8 +115,9 @@ def test_the_draws_of_one_rank(vocab: int, size: int, truncates: bool) -> None:
     check_draws(vocab, size, truncates)
 
 
-def test_the_draws_of_one_rank_by_kernels(kernels: str) -> None:
-    check_draws(5001, 2, truncates=False, device=kernels)
+@pytest.mark.parametrize("truncates", [False, True])
+def test_the_draws_of_one_rank_by_kernels(kernels: str, truncates: bool) -> None:
+    check_draws(5001, 2, truncates, kernels)
 
 
 @pytest.mark.slow

@@ -232,7 +232,7 @@ class Runner(Protocol):
         of 1, as in idle turns, also where a size of steps did not run yet."""
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes by use: weights_bytes, kv_cache_bytes, ..."""
+        """Bytes by use: weights_bytes, kv_cache_bytes, ...; of the device that holds most."""
 
     def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:
         """Attention weights float32 [n, n] of one head, computed beside the KV cache.

@@ -152,7 +152,7 @@ def _gate_up(like: Tensor) -> Args:
     return (_randn((3, 2 * 96), like),)
 
 
-def _sample(like: Tensor) -> Args:
+def _logits(like: Tensor) -> Args:
     vocab, device = 200, like.device
 
     def ints(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -188,6 +188,14 @@ def _row(like: Tensor) -> Args:
     return _randn((1, 96), like), _randn((50, 96), like), _randn((50,), like)
 
 
+def _finish(like: Tensor) -> Args:
+    """Of two ranks with three parts each; this is the second one."""
+    _, rows = _logits(like)
+    tokens = (torch.arange(2 * 3).view(2, 1, 3) * 100 / 3).int().expand(2, 6, 3)
+    best = torch.stack((torch.randn(2, 6, 3), tokens.float()), 1).to(like.device)
+    return best, replace(rows, first=100, counts=rows.counts[:, 100:])
+
+
 def _moe(like: Tensor) -> Args:
     experts, hidden, inner = 5, 48, 40
     kv_slots = torch.tensor([3, 0, -1, 7, 9, 11, -1], dtype=torch.int32, device=like.device)
@@ -216,7 +224,9 @@ EXAMPLES: dict[str, Callable[[Tensor], Args]] = {
     "gelu_tanh_mul": _gate_up,
     "row_linear": _row,
     "moe": _moe,
-    "sample": _sample,
+    "adjust": _logits,
+    "draw": _logits,
+    "finish": _finish,
     "copy_blocks": _copies,
 }
 """Operation to a maker of arguments, of the dtype and on the device of the tensor given."""

@@ -66,7 +66,9 @@ silu_mul = Operation(layers.silu_mul, "activation")
 gelu_tanh_mul = Operation(layers.gelu_tanh_mul, "activation")
 row_linear = Operation(layers.row_linear, "row_linear")
 moe = Operation(moe_twin.moe, "moe.experts")
-sample = Operation(sampling.sample, "sampling.sample")
+adjust = Operation(sampling.adjust, "sampling.sample")
+draw = Operation(sampling.draw, "sampling.sample")
+finish = Operation(sampling.finish, "sampling.sample")
 copy_blocks = Operation(layers.copy_blocks, "copies")
 
 

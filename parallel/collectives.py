@@ -19,6 +19,8 @@ from wavecore.kernels import ops
 if TYPE_CHECKING:
     from wavecore.kernels.all_reduce import PeerBuffers
 
+Collective = tuple[str, tuple[int, ...], torch.dtype]
+"""A method of `Collectives`, with the shape and the dtype of what it is called with."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 
 

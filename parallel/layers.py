@@ -79,18 +79,9 @@ def embedding(token_ids: Tensor, weight: Tensor, group: Collectives) -> Tensor:
     return group.all_reduce(x.masked_fill_(elsewhere[:, None], 0.0))
 
 
-def gathered_linear(x: Tensor, weight: Tensor, columns: int, group: Collectives) -> Tensor:
-    """`linear` of which each rank computes some output columns, gathered.
-
-    Args:
-        x: [T, in].
-        weight: [output columns of this rank, in], perhaps padded by the last ranks.
-        columns: of the whole output.
-
-    Returns:
-        [T, columns], of unit stride along the columns.
-    """
-    out = linear(x, weight)
+def gathered(x: Tensor, columns: int, group: Collectives) -> Tensor:
+    """All ranks' columns, which may end in padding: x [T, columns of this rank] to [T, columns], of unit stride along
+    them."""
     if group.size == 1:
-        return out
-    return group.all_gather(out).transpose(0, 1).reshape(len(x), -1)[:, :columns]
+        return x
+    return group.all_gather(x).transpose(0, 1).reshape(len(x), -1)[:, :columns]

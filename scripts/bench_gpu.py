@@ -5,6 +5,7 @@
 `make_checkpoint.py` makes the folders. One engine a model serves all of its workloads, one after the other, from an
 empty prefix cache each. Every workload runs first with one output token a request, which is the time of its prompts,
 then whole; the difference is the time of its decode steps. A row is printed as soon as it is measured.
+With --settings '{"tensor_parallel_size": 2}' the floor is that of both GPUs, which hear of each other in no time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from bench_workloads import WORKLOADS
-from floors import H200, Floor, floor_of
+from floors import H200, Floor, Rates, floor_of
 
 from wavecore.engine_core.models.families import from_config
 from wavecore.engine_core.models.spec import ModelSpec
@@ -69,10 +70,10 @@ def cut(name: str, most: int | None) -> tuple[str, list[WorkItem]]:
     return f"{name}, first {most}", work[:most]
 
 
-def run(llm: LLM, spec: ModelSpec, work: Sequence[WorkItem], repeats: int) -> list[str]:
+def run(llm: LLM, spec: ModelSpec, work: Sequence[WorkItem], repeats: int, rates: Rates) -> list[str]:
     """Measure one workload: the cells from "requests" on."""
     prompts: list[Any] = [item.prompt for item in work]
-    floor = floor_of(spec, prompts, [item.max_tokens for item in work], H200)
+    floor = floor_of(spec, prompts, [item.max_tokens for item in work], rates)
     warm_up(llm, work)
     prompts_alone = [replace(item, max_tokens=1) for item in work]
     prefill = min(measure(llm, prompts_alone).seconds for _ in range(repeats))
@@ -140,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", type=json.loads, default={}, help="of the engine, JSON")
     args = parser.parse_args(argv)
     chosen = {**SETTINGS, **args.settings}
+    rates = H200.of(chosen.get("tensor_parallel_size", 1))
     settings = ", ".join(f"{name} {value}" for name, value in chosen.items())
     print(f"{machine()}\n\n{settings}\n")
     line(COLUMNS)
@@ -152,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{folder.name}: ready after {time.monotonic() - start:.1f} s", file=sys.stderr)
             for name in args.only or WORKLOADS:
                 label, work = cut(name, args.max_requests)
-                line([folder.name, label, *run(llm, spec, work, args.repeats)])
+                line([folder.name, label, *run(llm, spec, work, args.repeats, rates)])
 
 
 if __name__ == "__main__":

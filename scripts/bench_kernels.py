@@ -23,7 +23,9 @@ from torch import Tensor
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers
 from wavecore.kernels.examples import make_batch, rope_table, sampling_rows, step_rows, tables
+from wavecore.parallel.collectives import ALONE
 from wavecore.parallel.layers import linear
+from wavecore.parallel.sampler import sample
 
 BLOCK_SIZE = 64
 Call = Callable[[], object]
@@ -221,7 +223,7 @@ def sampling() -> None:
             top_p=torch.full((rows,), top_p, device="cuda"),
         )
         state = replace(state, truncates=bool(top_k) or top_p < 1, edits=False)
-        calls = [partial(ops.sample, randn(rows, vocab) * 3, state) for _ in range(4)]
+        calls = [partial(sample, randn(rows, vocab) * 3, state, vocab, ALONE) for _ in range(4)]
         report(f"sample {rows} x {vocab} {name}", calls, moved=2.0 * rows * vocab)
 
 

@@ -54,6 +54,7 @@ TIERS = {
         ("api",),
     ),
     "parallel": (
+        ("sampler",),
         ("layers", "ranks"),
         ("collectives", "peer_memory", "wave"),
     ),

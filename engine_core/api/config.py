@@ -97,6 +97,8 @@ class EngineConfig:
         tensor_parallel_size: devices of one engine, which share the model. They divide its heads and its MLP evenly.
         disable_custom_all_reduce: leave all sums over the devices of an engine to NCCL. Small ones else have a kernel,
             where 2, 4 or 8 GPUs reach each other's memory over NVLink.
+        check_ranks: compare after each step what an engine's devices did: the plan and the tokens drawn. Where they
+            differ the engine ends, and its error names rank, step and row. To look for faults: it costs some time.
         data_parallel_size: engines of one deployment, each with the whole model and devices of its own, or a share of
             the CPU's threads; requests go to the least loaded.
         dp_lockstep: data-parallel engines run the same number of forward passes, as models need whose engines share
@@ -145,8 +147,9 @@ class EngineConfig:
     step_timeout: Annotated[float, ABOVE_ZERO] = 60.0
     shutdown_timeout: Annotated[float, FROM_ZERO] = 30.0
     custom_ops: dict[str, str] | None = None
-    tensor_parallel_size: Annotated[int, Bounds(1, 1 << 10)] = 1
+    tensor_parallel_size: Annotated[int, Bounds(1, 1 << 8)] = 1
     disable_custom_all_reduce: bool = False
+    check_ranks: bool = False
     data_parallel_size: Annotated[int, Bounds(1, MAX_ENGINES)] = 1
     dp_lockstep: bool = False
 

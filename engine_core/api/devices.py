@@ -23,6 +23,7 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.transport.errors import ConfigError
 
 VISIBLE, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+MOST_A_CORE = 16  # processes of a deployment on a CPU; more would wait for each other, if they had the memory
 _INFORMATION = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)$(?:\n.+)*\nDevice Minor:\s*(\d+)$", re.MULTILINE)
 
 
@@ -57,15 +58,20 @@ def places(
         sharing: ranks of a pipeline, which may share the CPU's cores; None: these alone.
 
     Raises:
-        ConfigError: too few GPUs, or no such device; with both numbers.
+        ConfigError: too few GPUs or CPU cores, or no such device; with both numbers.
     """
     engines, ranks, device = config.data_parallel_size, config.tensor_parallel_size, config.device
     if device == "auto" and config.model.startswith("scripted:"):
         device = "cpu"
     count, number, visible = engines * ranks, cuda_number(device), visible_gpus(environ, root)
     if device == "cpu" or (device == "auto" and not visible):
-        sharing = sharing or count
-        share = {THREADS: str(max(1, len(os.sched_getaffinity(0)) // sharing))}
+        sharing, cores = sharing or count, len(os.sched_getaffinity(0))
+        if count > MOST_A_CORE * cores:
+            raise ConfigError(
+                f"{count} processes are asked for (data_parallel_size {engines} x tensor_parallel_size {ranks}), and "
+                f"this CPU's {cores} cores take {MOST_A_CORE * cores} at most; lower either size"
+            )
+        share = {THREADS: str(max(1, cores // sharing))}
         return [[Placement("cpu", device, {} if sharing == 1 or THREADS in environ else share)] * ranks] * engines
     if count == 1 and visible is None:  # CUDA may know of one
         return [[Placement(device, device, {})]]

@@ -28,14 +28,17 @@ LOGPROBS, PROMPT_LOGPROBS, POOLS, EMBEDS, TRUNCATES, EDITS = (1 << i for i in ra
 class DeviceState:
     """Tables and columns by slot.
 
+    Args:
+        own: vocabulary ids of this rank's columns of the logits.
+
     Attributes:
-        token_table: int32 [max_num_seqs, max_model_len]; `sample` appends to it.
+        token_table: int32 [max_num_seqs, max_model_len]; `finish` appends to it.
         block_table: int32 [max_num_seqs, max_blocks].
         pooled_sum: float32 [max_num_seqs, hidden], over the part of a prompt that earlier steps computed.
         num_prompt, logprobs, prompt_logprobs, pooling, options: on the host, [max_num_seqs].
     """
 
-    def __init__(self, max_num_seqs: int, info: RunnerInfo, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, info: RunnerInfo, device: torch.device, own: range) -> None:
         self.max_blocks = -(-info.max_model_len // info.block_size)
         self.token_table = zeros(max_num_seqs, info.max_model_len, device=device)
         self.block_table = zeros(max_num_seqs, self.max_blocks, device=device)
@@ -43,7 +46,7 @@ class DeviceState:
         self.uploads = Uploads(device)
         self.input = StepInput(max_num_seqs, COLUMN_SIZE * max_num_seqs, device, self.uploads)
         self.sampling = SamplingState(
-            self.token_table, info.vocab_size, info.eos_token_ids, self.input.columns, self.uploads
+            self.token_table, info.vocab_size, own, info.eos_token_ids, self.input.columns, self.uploads
         )
         self.num_prompt = np.zeros(max_num_seqs, np.int32)
         self.logprobs = np.zeros(max_num_seqs, np.int32)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import timeit
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from itertools import chain, product
@@ -32,11 +32,13 @@ from wavecore.engine_core.execution.pending_step import Deferred, Launched
 from wavecore.engine_core.execution.pinned_copies import CopyOut, pinned_zeros, zeros
 from wavecore.engine_core.execution.step_extras import NO_ROWS, Extras, room_for_extras
 from wavecore.engine_core.execution.step_shape import Bucket, Buckets, StepShape
-from wavecore.engine_core.models.decoder import Collective, Decoder
+from wavecore.engine_core.models.decoder import Decoder
 from wavecore.engine_core.plan import F32, LeastSize, OutOfMemory, PendingStep, RunnerInfo, StepPlan
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers, StepRows
 from wavecore.kernels.sampling.rows import SamplingRows
+from wavecore.parallel.collectives import Collective
+from wavecore.parallel.sampler import collectives, sample
 
 PAID = "the other ranks wait for nothing"
 
@@ -68,7 +70,7 @@ class ModelRunner:
         self.info = info
         self.model = model
         self.device = model.embedding.device
-        self.state = DeviceState(max_num_seqs, info, self.device)
+        self.state = DeviceState(max_num_seqs, info, self.device, model.columns)
         self.buffers = BatchBuffers.allocate(max_num_batched_tokens, max_num_seqs, self.state.max_blocks, self.device)
         room = room_for_extras(max_num_batched_tokens, max_num_seqs, info)
         self.out = CopyOut(max_num_seqs, room, self.device)
@@ -150,11 +152,10 @@ class ModelRunner:
                 ops.update_block_table(state.block_table, state.input.changes)
                 return Launched(shape, None, extras, self.copies)
             self.out.clear()
-            last = self.model.gather(shape.bucket.rows) if shape.num_samples else []
-            with self._marked("forward"), self._paying(self._collectives(shape, extras), last):
+            with self._marked("forward"), self._paying(shape, extras, self._of_forward, self._of_sample):
                 self._forward(shape, extras)
             if shape.num_samples:
-                with self._marked("sample"), self._paying(last):
+                with self._marked("sample"), self._paying(shape, extras, self._of_sample):
                     self._sample(shape, extras)
             return Launched(shape, self.out.send(), extras, self.copies)
 
@@ -170,7 +171,7 @@ class ModelRunner:
         if options & POOLS:
             extras.pool(self.model, x, residual)
 
-    def _collectives(self, shape: StepShape, extras: Extras) -> list[Collective]:
+    def _of_forward(self, shape: StepShape, extras: Extras) -> list[Collective]:
         """What a step's first part does with other ranks."""
         model = self.model
         owed = model.sums(shape.bucket.tokens)
@@ -178,17 +179,29 @@ class ModelRunner:
             owed += model.gather(rows)
         return owed
 
+    def _of_sample(self, shape: StepShape, extras: Extras) -> list[Collective]:
+        """What a step's second part does with other ranks."""
+        model, owed = self.model, list[Collective]()
+        for part, reported in extras.chunks(shape.bucket.rows) if shape.num_samples else ():
+            if reported.stop > reported.start:
+                owed += model.gather(reported.stop - reported.start)
+            owed += collectives(part.stop - part.start, len(model.columns), bool(extras.options & TRUNCATES))
+        return owed
+
     @contextmanager
-    def _paying(self, *owed: Sequence[Collective]) -> Iterator[None]:
-        """If memory runs out, still do with the other ranks what they wait for: the rest of these."""
+    def _paying(
+        self, shape: StepShape, extras: Extras, *parts: Callable[[StepShape, Extras], list[Collective]]
+    ) -> Iterator[None]:
+        """If memory runs out, still do with the other ranks what they wait for: the rest of what these parts do."""
         group = self.model.group
         calls = group.calls
         try:
             yield
         except (MemoryError, RuntimeError) as error:
             if group.size > 1 and is_out_of_memory(error):
-                for name, shape in [*chain.from_iterable(owed)][group.calls - calls :]:
-                    getattr(group, name)(self.model.embedding.new_zeros(shape))
+                owed = [*chain.from_iterable(part(shape, extras) for part in parts)]
+                for name, size, dtype in owed[group.calls - calls :]:
+                    getattr(group, name)(torch.zeros(size, dtype=dtype, device=self.device))
                 error.add_note(PAID)
             raise
 
@@ -197,8 +210,8 @@ class ModelRunner:
         rows, options = shape.bucket.rows, extras.options
         truncates, edits = bool(options & TRUNCATES), bool(options & EDITS)
         if len(extras.logprob_rows):
-            logits = self.model.logits(self.hidden[:rows])
-            extras.draw(logits, self.sampling_rows(rows, truncates, edits), self.state.input.rows(rows).logprob_rows)
+            sampled, reported = self.sampling_rows(rows, truncates, edits), self.state.input.rows(rows).logprob_rows
+            extras.draw(self.model, self.hidden[:rows], sampled, reported)
         elif shape.has_graph:
             self.graphs.run(self.sample, rows, truncates, edits)
         else:
@@ -233,7 +246,8 @@ class ModelRunner:
 
     def sample(self, rows: int, truncates: bool, edits: bool) -> None:
         """Draw a token of each of so many rows, from the hidden states that `forward` left."""
-        ops.sample(self.model.logits(self.hidden[:rows]), self.sampling_rows(rows, truncates, edits))
+        model, sampled = self.model, self.sampling_rows(rows, truncates, edits)
+        sample(model.own_logits(self.hidden[:rows]), sampled, model.spec.vocab_size, model.group)
 
     def sampling_rows(self, rows: int, truncates: bool, edits: bool) -> SamplingRows:
         """What sampling reads and writes of a step of so many rows; the same tensors for each."""

@@ -1,11 +1,11 @@
-"""The sampling parameters of every slot, as the columns that `kernels.ops.sample` reads.
+"""The sampling parameters of every slot, as the columns that sampling reads.
 
 Everything has one address for the engine's life, so that a captured graph reads what requests that came later asked
 for, and a request that ends leaves nothing behind. One flat int32 vector holds all columns of fixed size, on the host
 and on the device, so that new requests cost one copy. What rare options need besides lies in pools with a row for
 each slot, as large as `SamplingParams` allows:
 
-    counts (penalties)           4 bytes a vocabulary entry     0.6 MB a slot at 151,936 entries
+    counts (penalties)           4 bytes a vocabulary entry     0.6 MB a slot at 151,936 entries, over all ranks
     allowed tokens               1 bit a vocabulary entry       19 KB
     bias, and bans of min_tokens 12 bytes an entry              14 KB
     bad words                    4 bytes a token and a word     66 KB
@@ -57,17 +57,24 @@ class SamplingState:
     """Parameters of every slot.
 
     Args:
-        token_table: int32 [max_num_seqs, max_len] on the device; `sample` appends to it.
-        vocab_size: columns of the logits.
+        token_table: int32 [max_num_seqs, max_len] on the device; `finish` appends to it.
+        vocab_size: tokens that there are.
+        own: vocabulary ids of this rank's columns of the logits.
         eos_token_ids: banned, as stop_token_ids are, until min_tokens are out.
         columns: int32 [max_num_seqs * COLUMN_SIZE] on the device, where the caller copies `host_columns` to.
     """
 
     def __init__(
-        self, token_table: Tensor, vocab_size: int, eos_token_ids: tuple[int, ...], columns: Tensor, uploads: Uploads
+        self,
+        token_table: Tensor,
+        vocab_size: int,
+        own: range,
+        eos_token_ids: tuple[int, ...],
+        columns: Tensor,
+        uploads: Uploads,
     ) -> None:
         self.token_table = token_table
-        self.vocab_size = vocab_size
+        self.vocab_size, self.own = vocab_size, own
         self.eos = eos_token_ids
         self.uploads = uploads
         self.host_columns = columns.numpy() if columns.is_cpu else np.zeros(len(columns), np.int32)
@@ -83,8 +90,8 @@ class SamplingState:
             at = end
         self.biases = MAX_LOGIT_BIAS + MAX_STOP_TOKENS + len(eos_token_ids)  # at most, of one slot
         self.pools = {
-            "counts": zeros(seqs, vocab_size, device=device),
-            "allowed": zeros(seqs, -(-vocab_size // 32), device=device),
+            "counts": zeros(seqs, (len(own) // 16 + 1) * 16, device=device),  # one more, and aligned
+            "allowed": zeros(seqs, -(-len(own) // 32), device=device),
             "bias_ids": zeros(seqs * self.biases, device=device),
             "bias_values": zeros(seqs * self.biases, dtype=torch.float32, device=device),
             "bias_until": zeros(seqs * self.biases, device=device),
@@ -116,7 +123,10 @@ class SamplingState:
         """Count the tokens of a slot with penalties, once its row of the token table is there."""
         if not _penalises(new.params):
             return
-        ids = self.token_table[new.slot, : len(new.token_ids)].long()
+        own, ids = self.own, self.token_table[new.slot, : len(new.token_ids)].long()
+        if len(own) < self.vocab_size:  # the column behind the last one is for what other ranks have
+            ids -= own.start
+            ids = ids.where((ids >= 0) & (ids < len(own)), len(own))
         prompt, output = ids[: new.num_prompt], ids[new.num_prompt :]
         counts = self.pools["counts"][new.slot].zero_()
         if new.prompt_embeds is None:  # else the ids are placeholders
@@ -124,7 +134,7 @@ class SamplingState:
         counts.index_add_(0, output, torch.ones_like(output, dtype=counts.dtype))
 
     def rows(self, truncates: bool, edits: bool, **of_step: Tensor) -> SamplingRows:
-        """What `sample` reads and writes for one step; see `SamplingRows`.
+        """What sampling reads and writes in one step; see `SamplingRows`.
 
         Args:
             of_step: slots, positions, tokens, faults.
@@ -134,16 +144,17 @@ class SamplingState:
             truncates=truncates,
             edits=edits,
             **of_step,
+            first=self.own.start,
             **self.on_device,
-            **self.pools,
+            **{**self.pools, "counts": self.pools["counts"][:, : len(self.own)]},
         )
 
     def _allow(self, slot: int, params: SamplingParams) -> int:
         if params.allowed_token_ids is None:
             return -1
         row = self.pools["allowed"][slot]
-        bits = np.zeros(len(row) * 32, np.uint8)
-        bits[list(params.allowed_token_ids)] = 1
+        bits, columns = np.zeros(len(row) * 32, np.uint8), np.array(params.allowed_token_ids) - self.own.start
+        bits[columns[(columns >= 0) & (columns < len(self.own))]] = 1
         self.uploads.write(row, np.packbits(bits, bitorder="little"))
         return slot
 

@@ -22,8 +22,8 @@ from wavecore.engine_core.execution.pinned_copies import CopyOut, Place
 from wavecore.engine_core.execution.step_shape import StepShape
 from wavecore.engine_core.models.decoder import Decoder
 from wavecore.engine_core.plan import I32, LOGPROB_CHUNK, Index, RowLogprobs, RunnerInfo, room_for_many
-from wavecore.kernels import ops
 from wavecore.kernels.sampling.rows import SamplingRows
+from wavecore.parallel.sampler import sample
 
 NO_ROWS = np.zeros(0, np.int32)
 
@@ -79,8 +79,8 @@ class Extras:
         self._prompt_logprobs: dict[int, Report] = {}
         self._pooled: dict[int, Place] = {}
 
-    def draw(self, logits: Tensor, rows: SamplingRows, logprob_rows: Tensor) -> None:
-        """Sample the logits [R, vocab], and report the log-probabilities of the rows that want them.
+    def draw(self, model: Decoder, hidden: Tensor, rows: SamplingRows, logprob_rows: Tensor) -> None:
+        """Sample after the hidden states [R, hidden], and report the log-probabilities of the rows that want them.
 
         Sampling edits the logits, so the raw log-probabilities come first, and with many such rows both are done for
         LOGPROB_CHUNK rows at a time.
@@ -89,22 +89,27 @@ class Extras:
             logprob_rows: int32, the attribute of that name on the device.
         """
         report = Report(self._out, len(self.logprob_rows), min(int(self._counts.max()), MAX_LOGPROBS))
-        step = len(logits) if len(self.logprob_rows) <= LOGPROB_CHUNK else LOGPROB_CHUNK
-        for begin in range(0, len(logits), step):
-            part = slice(begin, begin + step)
-            first, last = np.searchsorted(self.logprob_rows, (begin, begin + step)).tolist()
-            chosen = logprob_rows[first:last].long()
-            logprobs = logits[chosen].float().log_softmax(-1)
+        logits = model.own_logits(hidden)
+        for part, reported in self.chunks(len(hidden)):
+            chosen = logprob_rows[reported].long()
+            logprobs = model.whole(logits[chosen]).float().log_softmax(-1) if len(chosen) else logits[:0]
             columns = {name: getattr(rows, name)[part] for name in ("slots", "positions", "tokens", "faults")}
-            ops.sample(logits[part], replace(rows, **columns))
-            if last > first:
-                tokens = rows.tokens[chosen].long()
-                report.put(slice(first, last), logprobs, tokens)
-                for i in np.flatnonzero(self._counts[first:last] > MAX_LOGPROBS).tolist():
+            sample(logits[part], replace(rows, **columns), model.spec.vocab_size, model.group)
+            if len(chosen):
+                first, tokens = reported.start, rows.tokens[chosen].long()
+                report.put(reported, logprobs, tokens)
+                for i in np.flatnonzero(self._counts[reported] > MAX_LOGPROBS).tolist():
                     many = Report(self._out, 1, int(self._counts[first + i]))
                     many.put(slice(0, 1), logprobs[i : i + 1], tokens[i : i + 1])
                     self._many[int(self.logprob_rows[first + i])] = many
         self._logprobs = report
+
+    def chunks(self, num_rows: int) -> Iterator[tuple[slice, slice]]:
+        """The rows that are sampled at once, and which of `logprob_rows` are among them."""
+        step = num_rows if len(self.logprob_rows) <= LOGPROB_CHUNK else LOGPROB_CHUNK
+        for begin in range(0, num_rows, step):
+            first, last = np.searchsorted(self.logprob_rows, (begin, begin + step)).tolist()
+            yield slice(begin, min(begin + step, num_rows)), slice(first, last)
 
     def report_prompts(self, model: Decoder, x: Tensor, residual: Tensor) -> None:
         """Prompt log-probabilities: of every query position whose next token belongs to the prompt."""

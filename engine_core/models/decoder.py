@@ -23,12 +23,10 @@ from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.engine_core.models.weights import Parameters
 from wavecore.kernels import ops
 from wavecore.kernels.batch import Batch
-from wavecore.parallel.collectives import ALONE, Collectives
-from wavecore.parallel.layers import embedding, gathered_linear, linear, partial_linear
+from wavecore.parallel.collectives import ALONE, Collective, Collectives
+from wavecore.parallel.layers import embedding, gathered, linear, partial_linear
 
 Observer = Callable[[int, Tensor], None]
-Collective = tuple[str, tuple[int, int]]
-"""A method of `Collectives`, and the shape of what it is called with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +61,10 @@ class Decoder:
         parameters: as `ModelSpec.shapes` names them, all of one dtype on one device.
         length: positions that the rotary tables cover.
         group: the ranks that share the model; all call the same methods with the same arguments.
+
+    Attributes:
+        lm_head: [columns of this rank, hidden].
+        columns: their vocabulary ids; what is not below the vocabulary's size is padding.
     """
 
     def __init__(self, spec: ModelSpec, parameters: Parameters, length: int, group: Collectives = ALONE) -> None:
@@ -70,6 +72,7 @@ class Decoder:
         self.embedding = parameters["embed"]
         self.norm = parameters["norm"]
         self.lm_head = parameters["embed" if spec.tied else "lm_head"]
+        self.columns = range(group.rank * len(self.lm_head), (group.rank + 1) * len(self.lm_head))
         self.layers = [
             Layer(**{k.rsplit(".", 1)[1]: v for k, v in parameters.items() if k.startswith(f"layers.{i}.")})
             for i in range(spec.num_layers)
@@ -161,11 +164,13 @@ class Decoder:
 
     def sums(self, num_tokens: int) -> list[Collective]:
         """What `embed` and `forward` of so many tokens do with the other ranks."""
-        return [("all_reduce", (num_tokens, self.spec.hidden_size))] * (1 + 2 * self.spec.num_layers)
+        shape = num_tokens, self.spec.hidden_size
+        return [("all_reduce", shape, self.embedding.dtype)] * (1 + 2 * self.spec.num_layers)
 
     def gather(self, num_rows: int) -> list[Collective]:
-        """What `logits` of so many rows does with the other ranks."""
-        return [("all_gather", (num_rows, len(self.lm_head)))]
+        """What `whole` of so many rows does with the other ranks."""
+        dtype = torch.float32 if self.spec.final_soft_cap else self.embedding.dtype
+        return [("all_gather", (num_rows, len(self.lm_head)), dtype)]
 
     def final(self, x: Tensor, residual: Tensor) -> Tensor:
         """The normalised hidden state [n, hidden] of some tokens of `forward`."""
@@ -176,8 +181,20 @@ class Decoder:
         spec = self.spec
         ops.gather_add_rms_norm(x, residual, index, self.norm, spec.rms_norm_eps, spec.norm_offset, out)
 
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] from `final` to [n, columns of this rank]; float32 where they are capped, which rounds nothing
+        then."""
+        logits, cap = linear(hidden, self.lm_head), self.spec.final_soft_cap
+        if cap:
+            logits = logits.float().div_(cap).tanh_().mul_(cap)
+        if self.columns.stop > self.spec.vocab_size:
+            logits[:, max(self.spec.vocab_size - self.columns.start, 0) :] = -torch.inf
+        return logits
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] from `final` to [n, vocab]; float32 where they are capped, which rounds nothing then."""
-        logits = gathered_linear(hidden, self.lm_head, self.spec.vocab_size, self.group)
-        cap = self.spec.final_soft_cap
-        return logits.float().div_(cap).tanh_().mul_(cap) if cap else logits
+        """[n, hidden] from `final` to [n, vocab]."""
+        return self.whole(self.own_logits(hidden))
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """[n, vocab], from each rank's own."""
+        return gathered(logits, self.spec.vocab_size, self.group)

@@ -24,6 +24,7 @@ from wavecore.transport.wire.checks import Checker
 
 MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 10
+MAX_VOCAB = 1 << 24  # token ids up to it are exact in float32, as which ranks exchange them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,8 @@ def checked(spec: ModelSpec, path: Path) -> ModelSpec:
     """Refuse sizes that contradict each other before anything is allocated by them."""
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(f"{path}: {spec.num_heads} heads do not divide into {spec.num_kv_heads} KV heads")
+    if spec.vocab_size > MAX_VOCAB:
+        raise ModelError(f"{path}: a vocabulary of {spec.vocab_size} tokens; {MAX_VOCAB} is the most")
     if spec.experts_per_token > spec.num_experts:
         raise ModelError(f"{path}: a token goes to {spec.experts_per_token} of {spec.num_experts} experts")
     if spec.head_dim % 2 or any(rope.dim % 2 or not 0 < rope.dim <= spec.head_dim for rope in spec.ropes):

@@ -35,7 +35,7 @@ def make_runner(
     runner = _load(config, progress, group)
     from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
 
-    return GroupRunner(runner, group)
+    return GroupRunner(runner, group, config.check_ranks)
 
 
 def make_lockstep_runner(
@@ -77,18 +77,21 @@ def make_worker(
     runner = _load(config, progress, group)
     from wavecore.engine_core.tensor_parallel.worker import Worker
 
-    return Worker(runner, group).run, runner.info.device
+    return Worker(runner, group, config.check_ranks).run, runner.info.device
 
 
 def _load(config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None) -> ModelRunner:
     """This rank's share of a real model."""
     from wavecore.engine_core.models.files import open_model
+    from wavecore.engine_core.models.shard import Shard
 
     # OpenMP reads this when torch is first imported. A worker thread that spins while it waits takes the core that the
     # frontend needs: on two busy cores steps then took five to ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # What is wrong with the files shows before torch is imported.
+    # What is wrong with the files, or the number of ranks, shows before torch is imported.
     source = open_model(config.model, progress, config.tokenizer, config.load_format != "dummy")
+    if group is not None:
+        Shard(source.spec, group.ranks)
     with compiler_beside(config, group.rank if group else 0) as compiler:
         progress("import", 0.0)
         from wavecore.engine_core.startup.loader import load_runner

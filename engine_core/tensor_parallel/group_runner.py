@@ -8,7 +8,7 @@ a block is free for others when the last rank is done with it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -17,6 +17,7 @@ from enum import IntEnum
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, StepPlan, StepResult
 from wavecore.engine_core.tensor_parallel.plan_codec import Buffer, encode
+from wavecore.engine_core.tensor_parallel.step_check import StepCheck, digest
 from wavecore.transport.errors import NotSupportedError
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.step_ring import StepWriter, spin_then_sleep
@@ -27,12 +28,15 @@ class Record(IntEnum):
 
     PLAN = 0
     PROFILE = 1  # one byte: on or off
+    CHECK = 2  # a `StepCheck`
+    MEMORY = 3  # nothing: a worker tells its memory_stats
 
 
 class WorkerWords:
     """How far each worker is, in words of the group's memory. They count steps from 1, so that 0 is none yet."""
 
-    BEGUN, LAUNCHED, TRANSFERRED, FAILED, SIZE = 0, 1, 2, 3, 5  # two words for failures: of even steps, and of odd ones
+    BEGUN, LAUNCHED, TRANSFERRED, FAILED = 0, 1, 2, 3  # two words for failures: of even steps, and of odd ones
+    MEASURED, MEMORY, SIZE = 5, 6, 16  # how often memory was told, and the bytes
 
     def __init__(self, memory: GroupMemory) -> None:
         self._memory = memory
@@ -59,6 +63,21 @@ class WorkerWords:
         word = self.FAILED + step % 2
         return [rank for rank in self._workers if self._memory.words[self._place(rank, word)] == step + 1]
 
+    def tell_memory(self, stats: Mapping[str, int]) -> None:
+        """A worker's, in the order of its uses."""
+        memory, begin = self._memory, self._place(self._memory.rank, self.MEMORY)
+        for place, size in enumerate(stats.values(), begin):
+            memory.words[place] = size
+        self.tell(self.MEASURED, memory.words[self._place(memory.rank, self.MEASURED)])
+
+    def most_memory(self, own: Mapping[str, int]) -> dict[str, int]:
+        """By use, of the rank that holds most."""
+        places = [self._place(rank, self.MEMORY) for rank in self._workers]
+        return {
+            name: max(size, *(self._memory.words[place + i] for place in places))
+            for i, (name, size) in enumerate(own.items())
+        }
+
     def _place(self, rank: int, word: int) -> int:
         return self._memory.ranks + self.SIZE * rank + word
 
@@ -68,17 +87,20 @@ class GroupRunner:
 
     Args:
         runner: of this rank.
+        checks: whether workers compare each step with this rank's.
     """
 
-    def __init__(self, runner: ModelRunner, memory: GroupMemory) -> None:
-        self._runner, self.info = runner, runner.info
+    def __init__(self, runner: ModelRunner, memory: GroupMemory, checks: bool = False) -> None:
+        self._runner, self.info, self.checks = runner, runner.info, checks
         self._steps, self._words = StepWriter(memory), WorkerWords(memory)
         self._in_flight: deque[_GroupStep] = deque()
+        self._asked = 0  # how often for their memory
 
     def launch(self, plan: StepPlan) -> PendingStep:
         self._send(Record.PLAN, encode(plan))
         with self._dropped():
-            step = _GroupStep(self, plan.step_id, self._runner.launch(plan))
+            check = StepCheck(plan.step_id, digest(plan)) if self.checks else None
+            step = _GroupStep(self, plan.step_id, self._runner.launch(plan), check)
         self._in_flight.append(step)
         return step
 
@@ -95,6 +117,8 @@ class GroupRunner:
             words.wait_for(words.LAUNCHED, step.step_id)
             if failed := words.failed(step.step_id):
                 raise OutOfMemory(f"rank {failed[0]}: a step does not fit; its size is in the log of that rank")
+        if step.check is not None:
+            self._send(Record.CHECK, [step.check.with_tokens(result.tokens).to_bytes()])
         return replace(result, transferred=min(result.transferred, words.transferred()))
 
     def own_result(self, step: _GroupStep) -> StepResult:
@@ -118,10 +142,13 @@ class GroupRunner:
         when it is asked for the result: the two would wait for each other for ever.
         """
         if not self._steps.has_room(parts):
-            for step in self._in_flight:
-                with suppress(OutOfMemory):  # told when the step is waited for
-                    self.own_result(step)
+            self._compute_all()
         self._steps.write(kind, parts)
+
+    def _compute_all(self) -> None:
+        for step in self._in_flight:
+            with suppress(OutOfMemory):  # told when the step is waited for
+                self.own_result(step)
 
     @contextmanager
     def _dropped(self) -> Iterator[None]:
@@ -138,7 +165,12 @@ class GroupRunner:
         return self._runner.wants_capture(uses)
 
     def memory_stats(self) -> dict[str, int]:
-        return self._runner.memory_stats()
+        """Of the rank that holds most, use by use: it is the first that has no more."""
+        self._compute_all()  # workers answer behind their steps
+        self._send(Record.MEMORY, [])
+        self._words.wait_for(self._words.MEASURED, self._asked)
+        self._asked += 1
+        return self._words.most_memory(self._runner.memory_stats())
 
     def attention_map(self, *_: object) -> F32:
         raise NotSupportedError("an attention map with tensor_parallel_size above 1: ask an engine on one device")
@@ -153,6 +185,7 @@ class _GroupStep:
     runner: GroupRunner
     step_id: int
     pending: PendingStep
+    check: StepCheck | None
     own: Future[StepResult] = field(default_factory=Future)
 
     def wait(self) -> StepResult:

@@ -12,6 +12,8 @@ from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, StepPlan
 from wavecore.engine_core.tensor_parallel.group_runner import Record, WorkerWords
 from wavecore.engine_core.tensor_parallel.plan_codec import decode
+from wavecore.engine_core.tensor_parallel.step_check import StepCheck, digest
+from wavecore.transport.errors import WavecoreError
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.step_ring import StepReader
 
@@ -23,10 +25,12 @@ IN_FLIGHT = 2  # steps, as in rank 0
 class Worker:
     """Args:
     runner: of this rank.
+    checks: whether rank 0 tells what its steps did, to compare.
     """
 
-    def __init__(self, runner: ModelRunner, memory: GroupMemory) -> None:
+    def __init__(self, runner: ModelRunner, memory: GroupMemory, checks: bool = False) -> None:
         self._runner, self._progress = runner, memory.progress
+        self._checks: dict[int, StepCheck] | None = {} if checks else None  # by step
         self._records, self._words = StepReader(memory), WorkerWords(memory)
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
         # By slot, with the step that begins: the runner holds no array, and here no request does
@@ -39,10 +43,15 @@ class Worker:
             self._progress.busy(False)
             kind, data = self._records.read()
             self._progress.busy(True)
-            if Record(kind) is Record.PLAN:
-                self._launch(decode(data))
-            else:
-                self._profile(bool(data[0]))
+            match Record(kind):
+                case Record.PLAN:
+                    self._launch(decode(data))
+                case Record.PROFILE:
+                    self._profile(bool(data[0]))
+                case Record.CHECK:
+                    self._compare(StepCheck.from_bytes(data))
+                case Record.MEMORY:
+                    self._words.tell_memory(self._runner.memory_stats())
             self._progress.beat()
 
     def _profile(self, on: bool) -> None:
@@ -57,6 +66,8 @@ class Worker:
             used, unbegun = self._runner.state.embeds, [step for step, _ in self._in_flight]  # on a CPU
             self._embeds = {slot: held for slot, held in self._embeds.items() if slot in used or held[0] in unbegun}
             self._embeds |= {new.slot: (plan.step_id, new.prompt_embeds) for new in plan.new_requests}
+        if self._checks is not None:
+            self._checks[plan.step_id] = StepCheck(plan.step_id, digest(plan))
         self._words.tell(WorkerWords.BEGUN, plan.step_id)
         with self._told(plan.step_id):
             self._in_flight.append((plan.step_id, self._runner.launch(plan)))
@@ -67,8 +78,24 @@ class Worker:
         """Wait for the oldest step; on a CPU it is computed now."""
         step, pending = self._in_flight.popleft()
         with self._told(step):
-            self._words.tell(WorkerWords.TRANSFERRED, pending.wait().transferred)
+            result = pending.wait()
+            self._words.tell(WorkerWords.TRANSFERRED, result.transferred)
+            if self._checks is not None:
+                self._checks[step] = self._checks[step].with_tokens(result.tokens)
         self._words.tell(WorkerWords.LAUNCHED, step)
+
+    def _compare(self, first: StepCheck) -> None:
+        """With what rank 0 did in this step. Of steps that failed there it says nothing.
+
+        Raises:
+            WavecoreError: this rank did something else, which ends the group.
+        """
+        assert self._checks is not None
+        while self._in_flight and self._in_flight[0][0] <= first.step:
+            self._land()
+        if difference := self._checks[first.step].difference(first):
+            raise WavecoreError(f"check_ranks: {difference}")
+        self._checks = {step: check for step, check in self._checks.items() if step > first.step}
 
     @contextmanager
     def _told(self, step: int) -> Iterator[None]:

@@ -153,7 +153,7 @@ class Inspection:
         return [{"engine": index, **stats} for index, stats in call_all(self._service.client, "stats").items()]
 
     def print_memory_stats(self) -> None:
-        """Print a table of what each engine's memory holds."""
+        """Print a table of what each engine's memory holds; of several devices, use by use, the largest."""
         for index, stats in call_all(self._service.client, "memory_stats").items():
             sys.stdout.write(memory_table(index, stats) + "\n")
 

@@ -5,56 +5,104 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecore.kernels.sampling.rows import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, SEEN_IN_PROMPT, SamplingRows
+from wavecore.kernels.sampling.rows import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, PART, SEEN_IN_PROMPT, SamplingRows
 
 FEW = 1024
 _GOLDEN, _MIX_1, _MIX_2 = (factor - (1 << 32) for factor in (GOLDEN, MIX_1, MIX_2))  # as int32
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> None:
-    """Draw one token a row: argmax of logit / temperature + Gumbel noise over the tokens that truncation keeps.
+def adjust(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Logits with bias and bans, of allowed tokens alone, and penalised: what temperature and truncation begin with.
+
+    Args:
+        logits: [R, V], float32, bfloat16 or float16. Biases are added in float32: to float32 logits in place, to a
+            copy of others.
+
+    Returns:
+        float32 [R, V]; 0 in rows that do not sample.
+    """
+    live = (rows.slots >= 0).nonzero().flatten()
+    out = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
+    out[live] = _adjusted(logits, rows, live)
+    return out
+
+
+def draw(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """The best token of each part of the vocabulary, by logit / temperature + Gumbel noise, of those that truncation
+    keeps.
 
     The order is bias and bans, allowed tokens, penalties, temperature, min_p, top_k, top_p. Of tokens with
     equal logits at the border of top_k or top_p all are kept. The noise depends on (seed, choice, position, token).
 
     Args:
-        logits: [R, V], float32, bfloat16 or float16. Biases are added in float32: to float32 logits in place, to a
-            copy of others.
-        rows: see there; what is drawn is written to `tokens` and `faults`, `token_ids` and `counts`.
+        logits: as of `adjust`. Truncation needs the whole vocabulary.
+
+    Returns:
+        float32 [2, R, ceil(V / PART)]: of each PART tokens the best one's value, NaN if any is, and its id, which is
+        exact; 0 in rows that do not sample.
     """
     live = (rows.slots >= 0).nonzero().flatten()
-    slots = rows.slots[live].long()
-    positions = rows.positions[live]
-    if rows.edits:
-        logits = logits.float()
-        _edit(logits, rows, live.tolist())
-    x = (logits if len(live) == len(logits) else logits[live]).float()
-    x = _mask_allowed(x, rows, slots)
-    x = _penalise(x, rows, slots)
-    top = x.amax(-1)
-    bad = ~torch.isfinite(top)  # amax passes NaN on
-    temperature = rows.temperature[slots]
-    hot = (temperature >= GREEDY_BELOW).nonzero().flatten()
+    slots, positions = rows.slots[live].long(), rows.positions[live]
+    x = _adjusted(logits, rows, live)
+    hot = (rows.temperature[slots] >= GREEDY_BELOW).nonzero().flatten()
     if 0 < len(hot) == len(x):
-        drawn = _draw(x, rows, slots, positions)
+        found = _best_of_parts(_noisy(x, rows, slots, positions))
     else:
-        drawn = x.argmax(-1)
+        found = _best_of_parts(x)
         if len(hot):
-            drawn[hot] = _draw(x[hot], rows, slots[hot], positions[hot])
+            found[:, hot] = _best_of_parts(_noisy(x[hot], rows, slots[hot], positions[hot]))
+    found[1] += rows.first
+    best = found.new_zeros(2, len(logits), found.shape[2])
+    best[:, live] = found
+    return best
+
+
+def finish(best: Tensor, rows: SamplingRows) -> None:
+    """Draw the best token of all parts; of equals the first.
+
+    Args:
+        best: float32 [ranks, 2, R, parts], of each rank what `draw` gave.
+        rows: see there; what is drawn is written to `tokens` and `faults`, `token_ids` and, if it is here, `counts`.
+    """
+    live = (rows.slots >= 0).nonzero().flatten()
+    slots, positions = rows.slots[live].long(), rows.positions[live]
+    values, tokens = best[:, :, live].permute(1, 2, 0, 3).flatten(2)
+    place = values.argmax(-1, keepdim=True)
+    drawn = tokens.gather(1, place)[:, 0].long()
+    bad = ~torch.isfinite(values.gather(1, place)[:, 0])  # argmax finds a NaN
     rows.tokens.fill_(-1)[live] = drawn.int()
     rows.faults.zero_()[live] = bad.int()
     inside = positions < rows.token_ids.shape[1]
     rows.token_ids[slots[inside], positions[inside].long()] = drawn.int()[inside]
-    counted = rows.count_row[slots]
-    keep = counted >= 0
-    rows.counts[counted[keep].long(), drawn[keep]] += 1
+    counted, column = rows.count_row[slots], drawn - rows.first
+    keep = (counted >= 0) & (column >= 0) & (column < rows.counts.shape[1])
+    rows.counts[counted[keep].long(), column[keep]] += 1
 
 
-def _draw(x: Tensor, rows: SamplingRows, slots: Tensor, positions: Tensor) -> Tensor:
+def _adjusted(logits: Tensor, rows: SamplingRows, live: Tensor) -> Tensor:
+    """float32, of the rows that sample; `adjust` says how."""
+    slots = rows.slots[live].long()
+    if rows.edits:
+        logits = logits.float()
+        _edit(logits, rows, live.tolist())
+    x = (logits if len(live) == len(logits) else logits[live]).float()
+    return _penalise(_mask_allowed(x, rows, slots), rows, slots)
+
+
+def _noisy(x: Tensor, rows: SamplingRows, slots: Tensor, positions: Tensor) -> Tensor:
     x = x / rows.temperature[slots, None]
     if rows.truncates:
         x = _truncate(x, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
-    return (x + gumbel(rows.seed[slots], rows.choice[slots], positions, x.shape[1])).argmax(-1)
+    return x + gumbel(rows.seed[slots], rows.choice[slots], positions, x.shape[1], rows.first)
+
+
+def _best_of_parts(x: Tensor) -> Tensor:
+    """float32 [2, N, parts]: the largest of each PART columns of x [N, V], and its column."""
+    full = x.shape[1] // PART
+    pieces = x[:, : full * PART].view(len(x), full, PART), x[:, None, full * PART :]
+    found = [piece.max(-1) for piece in pieces if piece.shape[1] * piece.shape[2]]
+    values, places = (torch.cat(columns, 1) for columns in zip(*found, strict=True))
+    return torch.stack((values, (places + torch.arange(values.shape[1], device=x.device) * PART).float()))
 
 
 def _edit(logits: Tensor, rows: SamplingRows, live: list[int]) -> None:
@@ -63,15 +111,19 @@ def _edit(logits: Tensor, rows: SamplingRows, live: list[int]) -> None:
         begin, end = rows.bias_range[slot].tolist()
         if end > begin:
             now = rows.bias_until[begin:end] > position
-            ids, values = rows.bias_ids[begin:end][now].long(), rows.bias_values[begin:end][now]
+            ids, values = rows.bias_ids[begin:end].long() - rows.first, rows.bias_values[begin:end]
+            now &= (ids >= 0) & (ids < logits.shape[1])
+            ids, values = ids[now], values[now]
             ban = values == -torch.inf
             logits[row, ids[~ban]] += values[~ban]
             logits[row, ids[ban]] = -torch.inf
         for word in range(*rows.word_range[slot].tolist()):
             tokens = rows.word_tokens[rows.word_start[word] : rows.word_start[word + 1]]
-            before = len(tokens) - 1
-            if before <= position and torch.equal(rows.token_ids[slot, position - before : position], tokens[:-1]):
-                logits[row, tokens[-1].long()] = -torch.inf
+            before, banned = len(tokens) - 1, int(tokens[-1]) - rows.first
+            if not (before <= position and 0 <= banned < logits.shape[1]):
+                continue
+            if torch.equal(rows.token_ids[slot, position - before : position], tokens[:-1]):
+                logits[row, banned] = -torch.inf
 
 
 def _mask_allowed(x: Tensor, rows: SamplingRows, slots: Tensor) -> Tensor:
@@ -124,13 +176,14 @@ def _at(values: Tensor, column: Tensor) -> Tensor:
     return values.gather(1, column.clamp(min=0, max=values.shape[1] - 1).long()[:, None])[:, 0]
 
 
-def gumbel(seed: Tensor, choice: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise, float32 [N, vocab], from int64 seeds and int32 choices and positions [N]."""
+def gumbel(seed: Tensor, choice: Tensor, position: Tensor, vocab: int, first: int = 0) -> Tensor:
+    """Standard Gumbel noise of the tokens from `first` on, float32 [N, vocab], from int64 seeds and int32 choices and
+    positions [N]."""
     low = _fmix32(seed.int() ^ _fmix32((choice + 1) * _GOLDEN))
     high = _fmix32((seed >> 32).int() ^ _fmix32((position + 1) * _MIX_1))
     key_1 = _fmix32(low ^ (high * _GOLDEN))
     key_2 = _fmix32(high ^ (low * _MIX_2))
-    token = torch.arange(vocab, dtype=torch.int32, device=seed.device)
+    token = torch.arange(first, first + vocab, dtype=torch.int32, device=seed.device)
     bits = _fmix32(token * _GOLDEN ^ key_1[:, None])
     offset = ((key_2 & 0xFFFFFF).float() + 0.5) * 2.0**-56
     return gumbel_of_bits(_fmix32(bits ^ key_2[:, None]), offset[:, None])

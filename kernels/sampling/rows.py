@@ -3,6 +3,8 @@
 Parameters are columns by slot and stay where they are between steps; a step names the slots. Lists of odd length
 (bias, bans, bad words) lie in pools, and a slot holds its [begin, end) there. Rows of vocabulary size (penalty
 counts, allowed tokens) lie in pools too, and a slot holds a row number or -1.
+
+Where ranks share the vocabulary, each has some of its columns: of logits, counts and allowed tokens alike.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ GREEDY_BELOW = 1e-5
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 """Of the hash that makes the random bits: 2**32 / phi, and the two factors of MurmurHash3's fmix32."""
 NO_LIMIT = (1 << 31) - 1
+PART = 2048
+"""Tokens of which `draw` finds the best."""
 SEEN_IN_PROMPT = 1 << 30
 """Bit of `counts` that marks a token of the prompt; the bits below count it in the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What `sample` reads, and where it writes; V is the vocabulary, S the slots, R the rows.
+    """What sampling reads, and where it writes; V is the vocabulary or a rank's columns of it, S the slots, R the rows.
 
     Attributes:
         slots: int32 [R]; -1 for padding and for rows that do not sample: their token is -1.
@@ -35,9 +39,9 @@ class SamplingRows:
         choice: int32 [S].
         presence_penalty, frequency_penalty, repetition_penalty: float32 [S].
         count_row: int32 [S], row of `counts` of a slot with penalties, else -1.
-        counts: int32 [N, V], occurrences in the output plus SEEN_IN_PROMPT; `sample` counts the token it draws.
+        counts: int32 [N, V], occurrences in the output plus SEEN_IN_PROMPT; `finish` counts the token drawn.
         allowed_row: int32 [S], row of `allowed`, or -1 where every token may come.
-        allowed: int32 [M, ceil(V / 32)], bit i % 32 of word i // 32 is token i.
+        allowed: int32 [M, ceil(V / 32)], bit i % 32 of word i // 32 is column i.
         bias_range: int32 [S, 2], begin and end in the three lists below.
         bias_ids, bias_values, bias_until: int32, float32, int32 [B]: `value` (-inf bans) is added to the logit of
             `id` while position < until. A token comes at most once a slot with a finite value.
@@ -48,6 +52,7 @@ class SamplingRows:
         faults: int32 [R], written: 1 where a row that samples holds NaN or no finite maximum (its token means nothing).
         truncates: whether a row may use top_k, top_p or min_p (an upper bound; False saves a pass).
         edits: whether a row may use bias or bad words (likewise).
+        first: vocabulary id of column 0.
     """
 
     slots: Tensor
@@ -77,3 +82,4 @@ class SamplingRows:
     faults: Tensor
     truncates: bool = True
     edits: bool = True
+    first: int = 0

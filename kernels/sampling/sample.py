@@ -13,77 +13,107 @@ from torch import Tensor
 
 from wavecore.kernels.sampling.cutoff import find_cutoff
 from wavecore.kernels.sampling.hash import gumbel, row_keys
-from wavecore.kernels.sampling.rows import SamplingRows
-from wavecore.kernels.sampling.values import EXACT, is_greedy, row_values, values_of
+from wavecore.kernels.sampling.rows import PART, SamplingRows
+from wavecore.kernels.sampling.values import EXACT, adjusted, is_greedy, row_values, values_of
 
-BLOCK = 2048
 WORD_BLOCK = 256
 """A bad word has at most so many tokens (`sampling_params.MAX_STOP_LENGTH`)."""
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> None:
-    """See `reference.sampling.sample`; logits has unit stride along the vocabulary."""
+def adjust(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """See `reference.sampling.adjust`; logits has unit stride along the vocabulary."""
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     count, vocab = logits.shape
-    assert logits.stride(1) == 1 and rows.token_ids.stride(1) == 1
-    assert rows.tokens.is_contiguous() and rows.faults.is_contiguous()
+    if count:
+        values = values_of(_edited(logits, rows), rows)
+        _adjust[(count, triton.cdiv(vocab, PART))](values, out, BLOCK=PART, num_warps=4, **EXACT)
+    return out
+
+
+def draw(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """See `reference.sampling.draw`; logits has unit stride along the vocabulary."""
+    count, vocab = logits.shape
+    assert logits.stride(1) == 1 and rows.token_ids.stride(1) == 1 and rows.counts.stride(1) == 1
+    parts = triton.cdiv(vocab, PART)
+    best = torch.empty(2, count, parts, dtype=torch.float32, device=logits.device)
     if not count:
-        return
-    if rows.edits:
-        logits = logits.float()
-        _edit[(count,)](
-            logits,
-            logits.stride(0),
-            rows.slots,
-            rows.positions,
-            rows.token_ids,
-            rows.token_ids.stride(0),
-            rows.bias_range,
-            rows.bias_ids,
-            rows.bias_values,
-            rows.bias_until,
-            rows.word_range,
-            rows.word_start,
-            rows.word_tokens,
-            BLOCK=WORD_BLOCK,
-            num_warps=2,
-        )
-    values = values_of(logits, rows)
-    parts = triton.cdiv(vocab, BLOCK)
-    best = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
-    best_token = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
+        return best
+    values = values_of(_edited(logits, rows), rows)
     _draw[(count, parts)](
         values,
         rows.positions,
         rows.seed,
         rows.choice,
-        find_cutoff(values, BLOCK) if rows.truncates else best,
+        find_cutoff(values, PART) if rows.truncates else best,
         best,
-        best_token,
         HAS_CUTOFF=rows.truncates,
-        BLOCK=BLOCK,
+        BLOCK=PART,
         num_warps=4,
         **EXACT,
     )
+    return best
+
+
+def finish(best: Tensor, rows: SamplingRows) -> None:
+    """See `reference.sampling.finish`."""
+    ranks, _, count, parts = best.shape
+    assert best.is_contiguous() and rows.tokens.is_contiguous() and rows.faults.is_contiguous()
+    if not count:
+        return
     _finish[(count,)](
-        values,
         best,
-        best_token,
+        ranks * parts,
         parts,
+        rows.slots,
         rows.positions,
         rows.token_ids,
         rows.token_ids.stride(0),
         rows.token_ids.shape[1],
+        rows.count_row,
+        rows.counts,
+        rows.counts.stride(0),
+        rows.counts.shape[1],
+        rows.first,
         rows.tokens,
         rows.faults,
-        BLOCK=triton.next_power_of_2(parts),
+        BLOCK=triton.next_power_of_2(ranks * parts),
         num_warps=1,
     )
+
+
+def _edited(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """The logits with bias and bans, where rows have any."""
+    if not rows.edits:
+        return logits
+    logits = logits.float()
+    _edit[(len(logits),)](
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        rows.first,
+        rows.slots,
+        rows.positions,
+        rows.token_ids,
+        rows.token_ids.stride(0),
+        rows.bias_range,
+        rows.bias_ids,
+        rows.bias_values,
+        rows.bias_until,
+        rows.word_range,
+        rows.word_start,
+        rows.word_tokens,
+        BLOCK=WORD_BLOCK,
+        num_warps=2,
+    )
+    return logits
 
 
 @triton.jit
 def _edit(
     logits_ptr,
     logits_stride,
+    columns,
+    first_id,
     slots_ptr,
     positions_ptr,
     token_ids_ptr,
@@ -110,9 +140,10 @@ def _edit(
     for bans in tl.static_range(2):  # a token can have both a bias and a ban, and the ban must come last
         for start in range(begin, end, BLOCK):
             inside = start + lane < end
-            token = tl.load(bias_ids_ptr + start + lane, mask=inside, other=0)
+            token = tl.load(bias_ids_ptr + start + lane, mask=inside, other=0) - first_id
             value = tl.load(bias_values_ptr + start + lane, mask=inside, other=0.0)
-            now = inside & (tl.load(bias_until_ptr + start + lane, mask=inside, other=0) > position)
+            now = inside & (token >= 0) & (token < columns)
+            now &= tl.load(bias_until_ptr + start + lane, mask=inside, other=0) > position
             now &= (value == float("-inf")).to(tl.int32) == bans
             logit = tl.load(row_ptr + token, mask=now, other=0.0)
             tl.store(row_ptr + token, value if bans else logit + value, mask=now)
@@ -126,80 +157,96 @@ def _edit(
             wanted = tl.load(word_tokens_ptr + first + lane, mask=inside, other=0)
             past = token_ids_ptr + slot * token_stride + position - before
             if tl.sum((tl.load(past + lane, mask=inside, other=0) != wanted).to(tl.int32)) == 0:
-                banned = tl.load(word_tokens_ptr + last)
-                tl.store(row_ptr + banned, float("-inf"))
+                banned = tl.load(word_tokens_ptr + last) - first_id
+                tl.store(row_ptr + banned, float("-inf"), mask=(banned >= 0) & (banned < columns))
 
 
 @triton.jit
-def _draw(
-    v,
-    positions_ptr,
-    seed_ptr,
-    choice_ptr,
-    cutoff_ptr,
-    best_ptr,
-    best_token_ptr,
-    HAS_CUTOFF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A program (row, part of BLOCK tokens) writes the part's best value and its token; the value is NaN if any is."""
+def _adjust(v, out_ptr, BLOCK: tl.constexpr):
+    """A program (row, part of BLOCK tokens) writes out [rows, v.vocab]; 0 where the row does not sample."""
+    row = tl.program_id(0)
+    slot = tl.load(v.slots + row).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.zeros([BLOCK], tl.float32)
+    if slot >= 0:
+        x = adjusted(v, row, slot, token)
+    tl.store(out_ptr + row.to(tl.int64) * v.vocab + token, x, mask=token < v.vocab)
+
+
+@triton.jit
+def _draw(v, positions_ptr, seed_ptr, choice_ptr, cutoff_ptr, best_ptr, HAS_CUTOFF: tl.constexpr, BLOCK: tl.constexpr):
+    """A program (row, part of BLOCK tokens) writes to best [2, rows, parts] the part's best value, NaN if any is, and
+    its token; 0 where the row does not sample."""
     row = tl.program_id(0)
     part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    value_ptr = best_ptr + row.to(tl.int64) * parts + part
+    token_ptr = value_ptr + tl.num_programs(0).to(tl.int64) * parts
     slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:
+        tl.store(value_ptr, 0.0)
+        tl.store(token_ptr, 0.0)
         return
-    token = part * BLOCK + tl.arange(0, BLOCK)
-    x = row_values(v, row, slot, token)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    x = row_values(v, row, slot, column)
     broken = tl.max((x != x).to(tl.int32), axis=0)
     if is_greedy(v, slot) == 0:
         key_1, key_2 = row_keys(tl.load(seed_ptr + slot), tl.load(choice_ptr + slot), tl.load(positions_ptr + row))
-        noisy = x + gumbel(token, key_1, key_2)
+        noisy = x + gumbel(v.first + column, key_1, key_2)
         if HAS_CUTOFF:
             noisy = tl.where(x >= tl.load(cutoff_ptr + row), noisy, float("-inf"))
         x = noisy
     x = tl.where(x == x, x, float("-inf"))
     best = tl.max(x, axis=0)
-    place = row.to(tl.int64) * tl.num_programs(1) + part
-    tl.store(best_token_ptr + place, tl.min(tl.where(x == best, token, v.vocab), axis=0))
-    tl.store(best_ptr + place, tl.where(broken > 0, float("nan"), best))
+    token = v.first + tl.min(tl.where(x == best, column, v.vocab - 1), axis=0)
+    tl.store(value_ptr, tl.where(broken > 0, float("nan"), best))
+    tl.store(token_ptr, token.to(tl.float32))
 
 
 @triton.jit
 def _finish(
-    v,
     best_ptr,
-    best_token_ptr,
+    entries,
     parts,
+    slots_ptr,
     positions_ptr,
     token_ids_ptr,
     token_stride,
     max_len,
+    count_row_ptr,
+    counts_ptr,
+    counts_stride,
+    columns,
+    first_id,
     tokens_ptr,
     faults_ptr,
     BLOCK: tl.constexpr,
 ):
-    """A program (row) writes and counts the token of the best part [BLOCK], and says whether the row is faulty."""
+    """A program (row) writes and counts the token of the best of all ranks' parts, best [ranks, 2, rows, parts] with
+    ranks * parts = entries, and says whether the row is faulty."""
     row = tl.program_id(0)
-    slot = tl.load(v.slots + row).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
         tl.store(tokens_ptr + row, -1)
         tl.store(faults_ptr + row, 0)
         return
-    part = tl.arange(0, BLOCK)
-    inside = part < parts
-    place = row.to(tl.int64) * parts + part
-    value = tl.load(best_ptr + place, mask=inside, other=float("-inf"))
+    entry = tl.arange(0, BLOCK)
+    inside = entry < entries
+    rows = tl.num_programs(0)
+    place = best_ptr + (entry // parts * 2 * rows + row) * parts + entry % parts
+    value = tl.load(place, mask=inside, other=float("-inf"))
     broken = tl.max((value != value).to(tl.int32), axis=0)
     value = tl.where(value == value, value, float("-inf"))
     best = tl.max(value, axis=0)
-    token = tl.load(best_token_ptr + place, mask=inside & (value == best), other=v.vocab)
-    token = tl.minimum(tl.min(token, axis=0), v.vocab - 1)
+    token = tl.load(place + rows * parts, mask=inside & (value == best), other=float("inf"))
+    token = tl.min(token, axis=0).to(tl.int32)
     infinite = (best == float("inf")) | (best == float("-inf"))
     tl.store(tokens_ptr + row, token)
     tl.store(faults_ptr + row, ((broken > 0) | infinite).to(tl.int32))
     position = tl.load(positions_ptr + row)
     tl.store(token_ids_ptr + slot * token_stride + position, token, mask=position < max_len)
-    count_row = tl.load(v.count_row + slot).to(tl.int64)
-    if count_row >= 0:
-        counter = v.counts + count_row * v.vocab + token
+    count_row = tl.load(count_row_ptr + slot).to(tl.int64)
+    column = token - first_id
+    if (count_row >= 0) & (column >= 0) & (column < columns):
+        counter = counts_ptr + count_row * counts_stride + column
         tl.store(counter, tl.load(counter) + 1)

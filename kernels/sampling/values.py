@@ -21,12 +21,14 @@ other."""
 
 
 class Values(NamedTuple):
-    """What every kernel of sampling gets: the logits, and of `SamplingRows` what makes values of them."""
+    """What kernels of sampling get: the logits, and of `SamplingRows` what makes values of them."""
 
     logits: Tensor
     stride: int
     vocab: int
+    first: int
     allowed_stride: int
+    counts_stride: int
     slots: Tensor
     temperature: Tensor
     top_k: Tensor
@@ -41,11 +43,12 @@ class Values(NamedTuple):
     allowed: Tensor
 
 
-_of_rows = attrgetter(*Values._fields[4:])
+_of_rows = attrgetter(*Values._fields[6:])
 
 
 def values_of(logits: Tensor, rows: SamplingRows) -> Values:
-    return Values(logits, logits.stride(0), logits.shape[1], rows.allowed.stride(0), *_of_rows(rows))
+    strides = rows.allowed.stride(0), rows.counts.stride(0)
+    return Values(logits, logits.stride(0), logits.shape[1], rows.first, *strides, *_of_rows(rows))
 
 
 @triton.jit
@@ -68,7 +71,13 @@ def truncates(v, slot):
 
 @triton.jit
 def row_values(v, row, slot, token):
-    """float32 values of some tokens, -inf behind the vocabulary."""
+    """float32 values of some columns, -inf behind the last."""
+    return adjusted(v, row, slot, token) / tl.where(is_greedy(v, slot), 1.0, tl.load(v.temperature + slot))
+
+
+@triton.jit
+def adjusted(v, row, slot, token):
+    """The same, not yet divided by the temperature."""
     inside = token < v.vocab
     x = tl.load(v.logits + row.to(tl.int64) * v.stride + token, mask=inside, other=float("-inf")).to(tl.float32)
     allowed_row = tl.load(v.allowed_row + slot).to(tl.int64)
@@ -77,10 +86,10 @@ def row_values(v, row, slot, token):
         x = tl.where(((word >> (token % 32)) & 1) == 1, x, float("-inf"))
     count_row = tl.load(v.count_row + slot).to(tl.int64)
     if count_row >= 0:
-        count = tl.load(v.counts + count_row * v.vocab + token, mask=inside, other=0)
+        count = tl.load(v.counts + count_row * v.counts_stride + token, mask=inside, other=0)
         repetition = tl.load(v.repetition_penalty + slot)
         x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         output = count & _OUTPUT_COUNT
         x -= tl.load(v.frequency_penalty + slot) * output.to(tl.float32)
         x -= tl.where(output > 0, tl.load(v.presence_penalty + slot), 0.0)
-    return x / tl.where(is_greedy(v, slot), 1.0, tl.load(v.temperature + slot))
+    return x

@@ -37,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(model, tensor_parallel_size=2, skip_tokenizer_init=True, kv_cache_memory_gib=0.01, **SETTINGS) as llm:
+    """The ranks compare what they do in every step of every test."""
+    more = {**SETTINGS, "kv_cache_memory_gib": 0.01, "check_ranks": True}
+    with LLM(model, tensor_parallel_size=2, skip_tokenizer_init=True, **more) as llm:
         yield llm
 
 
@@ -147,3 +149,23 @@ def test_a_rank_that_dies_or_stops_is_named_and_the_group_starts_again(model: Pa
             assert output.outputs[0].finish_reason == "length"
             after = until(lambda: (found := entry(llm)).state == "ready" and found, "ready")
             assert {each.pid for each in after.ranks}.isdisjoint(each.pid for each in before.ranks)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_something_else_is_named_with_step_and_row(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = tmp_path / "fail"
+    monkeypatch.setenv("FAIL_ON_RANK_1", str(fails))
+    operation = {"finish": "tests.support.custom_ops:another_token_on_rank_1"}
+    more = {**SETTINGS, "kv_cache_memory_gib": 0.01, "custom_ops": operation, "check_ranks": True}
+    with LLM(model, tensor_parallel_size=2, skip_tokenizer_init=True, **more) as llm:
+        stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=200, temperature=0))
+        next(stream)
+        fails.touch()
+        with pytest.raises(EngineDead, match=r"rank 1: .*check_ranks: step \d+, row 0: it drew token \d+, rank 0"):
+            for _ in stream:
+                pass
+        fails.unlink()
+        [output] = llm.generate({"prompt_token_ids": [4, 5, 6]}, ASKED[0], use_tqdm=False)  # of the next life
+        assert output.outputs[0].finish_reason == "length"

@@ -249,17 +249,17 @@ def test_a_dummy_step_replays_and_changes_nothing(folder: Path, replays: list[in
 def test_a_capture_without_memory_leaves_its_part_as_it_was(
     runner: Any, replays: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sample = ops.sample
+    finish = ops.finish
 
     def failing(*args: Any) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        sample(*args)
+        finish(*args)
 
     driver = ModelDriver(runner)
     rows = [driver.add(prompt(i, 20), 30, i) for i in range(5)]
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "sample", failing)
+        patch.setattr(ops, "finish", failing)
         for _ in range(6):
             driver.step(rows)
     failed = [function.__name__ for (function, _), graph in runner.graphs._graphs.items() if graph is None]

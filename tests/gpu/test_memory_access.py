@@ -80,7 +80,7 @@ CASES: list[tuple[str, Callable[[Tensor], Args]]] = [
     ("gelu_tanh_mul", gated),
     ("qk_norm_rope_kv_write", rope),
     ("prepare_batch", preparation),
-    ("sample", flat_sampling),
+    ("draw", flat_sampling),
     ("copy_blocks", copies),
 ]
 

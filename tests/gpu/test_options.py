@@ -143,20 +143,26 @@ def test_rows_of_all_options_in_16_bits_draw_the_twins_tokens(
     same: list[bool] = []
     by_place: dict[tuple[int, int], tuple[int, float]] = {}  # by slot and position
 
-    def both(logits: torch.Tensor, rows: SamplingRows) -> None:
+    def drawing(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         assert logits.dtype == getattr(torch, dtype)
-        raw = logits.float().log_softmax(-1)
-        want, faults = drawn(sampling.sample, logits.clone(), copy.deepcopy(rows))
-        got, got_faults = drawn(ops_sample, logits, rows)
-        assert torch.equal(got_faults, faults) and not faults.any()
+        wanted.append((logits.float().log_softmax(-1), *drawn(sampling, logits.clone(), copy.deepcopy(rows))))
+        return draw(logits, rows)
+
+    def finishing(best: torch.Tensor, rows: SamplingRows) -> None:
+        finish(best, rows)
+        raw, want, faults = wanted.pop()
+        got = rows.tokens
+        assert torch.equal(rows.faults, faults) and not faults.any()
         real = rows.slots >= 0
         same.extend((got == want)[real].tolist())
         own = raw.gather(1, got.clamp(min=0).long()[:, None])[:, 0]
         places = zip(rows.slots[real].tolist(), rows.positions[real].tolist(), strict=True)
         by_place.update(zip(places, zip(got[real].tolist(), own[real].tolist(), strict=True), strict=True))
 
-    ops_sample = ops.sample
-    monkeypatch.setattr(ops, "sample", both)
+    draw, finish = ops.draw, ops.finish
+    wanted: list[tuple[torch.Tensor, ...]] = []
+    monkeypatch.setattr(ops, "draw", drawing)
+    monkeypatch.setattr(ops, "finish", finishing)
     sequences = run(driver, asked)
     assert len(same) == TOKENS * len(asked) and np.mean(same) > 0.98
     for slot, sequence in enumerate(sequences):

@@ -23,8 +23,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 def agreement(logits: Tensor, rows: SamplingRows) -> float:
     """Share of rows where kernel and twin draw the same token; log differs by rounding, so it may fall short of 1."""
-    want, want_faults = drawn(sampling.sample, logits.clone(), copy.deepcopy(rows))
-    got, faults = drawn(ops.sample, logits, rows)
+    want, want_faults = drawn(sampling, logits.clone(), copy.deepcopy(rows))
+    got, faults = drawn(ops, logits, rows)
     assert torch.equal(faults, want_faults) and not faults.any()
     return float((got == want).float().mean())
 
@@ -152,7 +152,7 @@ def test_distribution(top_k: int, top_p: float) -> None:
         p = torch.zeros_like(p).scatter(0, order.indices, torch.where(before < top_p, order.values, 0.0))
         p /= p.sum()
     rows = sampling_rows(n, vocab, "cuda", **columns(n, 1.0, top_k, top_p, 0.0))
-    tokens, faults = drawn(ops.sample, logits.expand(n, vocab).contiguous(), rows)
+    tokens, faults = drawn(ops, logits.expand(n, vocab).contiguous(), rows)
     assert not faults.any()
     seen = torch.bincount(tokens.long(), minlength=vocab).double()
     kept = p > 0

@@ -17,7 +17,7 @@ from tests.kernels.compile_only import compile_only
 from wavecore.kernels.attention import shapes
 from wavecore.kernels.attention.paged import paged_attention
 from wavecore.kernels.examples import EXAMPLES, make_batch, make_kv_cache
-from wavecore.kernels.sampling.sample import sample
+from wavecore.kernels.sampling import sample
 
 LOOSE = re.compile(r"\b(?:fma\.rn|mul|add|sub)\.f32")  # with .rn the last three are never fused
 
@@ -32,7 +32,8 @@ def main() -> None:
         paged_attention(q, make_kv_cache(num_blocks, 1, 1, 16, dim, q), 0, batch, 0.1)
         shared |= {f"{name} {dim} {dtype}": kernel.metadata.shared for name, kernel in launched}
         launched.clear()
-    sample(*EXAMPLES["sample"](torch.empty(0, dtype=torch.bfloat16)))
+    for operation in (sample.adjust, sample.draw):
+        operation(*EXAMPLES[operation.__name__](torch.empty(0, dtype=torch.bfloat16)))
     loose = {name: len(LOOSE.findall(kernel.asm["ptx"])) for name, kernel in launched}
     json.dump({"shared": shared, "loose": loose}, sys.stdout)
 

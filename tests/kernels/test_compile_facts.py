@@ -14,5 +14,5 @@ def test_attention_fits_and_sampling_rounds_alike(tmp_path: Path) -> None:
     facts = json.loads(run("compile_facts.py", tmp_path))
     assert {"_prefill 256 torch.bfloat16", "_decode 256 torch.float32"} < facts["shared"].keys()
     assert max(facts["shared"].values()) <= 99 << 10, facts["shared"]
-    loose = {name: facts["loose"][name] for name in ("_group_peaks", "_collect", "_search", "_draw")}
+    loose = {name: facts["loose"][name] for name in ("_group_peaks", "_collect", "_search", "_adjust", "_draw")}
     assert not any(loose.values()), loose

@@ -89,6 +89,12 @@ def test_the_floor_of_a_batch() -> None:
     assert floor.total == floor.prefill + floor.decode
 
 
+def test_two_gpus_take_half_the_time() -> None:
+    asked = [list(range(100))], [5]
+    one, two = (floor_of(spec(SMALL), *asked, RATES.of(gpus)) for gpus in (1, 2))
+    assert two == Floor(one.prefill / 2, one.decode / 2)
+
+
 def test_sliding_windows_are_refused() -> None:
     mistral = {**SMALL, "architectures": ["MistralForCausalLM"], "sliding_window": 8}
     with pytest.raises(ValueError, match="sliding windows"):

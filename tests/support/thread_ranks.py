@@ -103,7 +103,7 @@ class ThreadRanks(GroupRunner):
                 GroupMemory(rank, os.dup(memory), store, self._fds, ProgressPage(ProgressPage.create_fd()))
                 for rank in range(size)
             ]
-        super().__init__(self.ranks[0], shared[0])
+        super().__init__(self.ranks[0], shared[0], config.check_ranks)
         self._workers = [self._threads.submit(self._work, rank, shared[rank]) for rank in range(1, size)]
 
     def on_all(self, call: Callable[[int], T]) -> list[T]:
@@ -113,14 +113,16 @@ class ThreadRanks(GroupRunner):
     def close(self) -> None:
         """End the workers; raises what one of them raised."""
         self._steps.write(NO_RECORD, [])
-        for worker in self._workers:
-            worker.result(SECONDS)
-        for fd in self._fds:
-            os.close(fd)
+        try:
+            for worker in self._workers:
+                worker.result(SECONDS)
+        finally:
+            for fd in self._fds:
+                os.close(fd)
 
     def _work(self, rank: int, memory: GroupMemory) -> None:
         try:
-            Worker(self.ranks[rank], memory).run()
+            Worker(self.ranks[rank], memory, self.checks).run()
         except ValueError as error:
             if str(NO_RECORD) not in str(error):
                 self.board.barrier.abort()

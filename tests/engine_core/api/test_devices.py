@@ -170,6 +170,8 @@ def test_threads_are_shared_out_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     [engine] = places(config(device=device, data_parallel_size=1, tensor_parallel_size=4), {}, tmp_path)
     assert [place.env for place in engine] == [{"OMP_NUM_THREADS": "2"}] * 4
     assert threads(1) == [{}]  # all of them: torch's own choice
+    with pytest.raises(ConfigError, match=r"161 processes .*_size 161 x tensor_.* 10 cores take 160 at most"):
+        threads(161)
     assert threads(2, OMP_NUM_THREADS="7") == [{}, {}]  # the user's word
 
 

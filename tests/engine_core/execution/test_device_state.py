@@ -108,7 +108,8 @@ def test_every_address_stays_and_nothing_is_left(
 
         monkeypatch.setattr(ops, name, watching)
 
-    watch("sample", SamplingRows)
+    watch("draw", SamplingRows)
+    watch("finish", SamplingRows)
     watch("prepare_batch", StepRows)
     draw = random.Random(0)
     plans = 0

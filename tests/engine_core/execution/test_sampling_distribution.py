@@ -13,7 +13,8 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution.sampling_state import COLUMN_SIZE, SamplingState
 from wavecore.engine_core.execution.uploads import Uploads
 from wavecore.engine_core.plan import NewRequest
-from wavecore.kernels import ops
+from wavecore.parallel.collectives import ALONE as ALONE_RANK
+from wavecore.parallel.sampler import sample
 
 VOCAB, DRAWS = 50, 50_000
 ALONE: dict[str, dict[str, Any]] = {
@@ -68,7 +69,7 @@ def test_draws_follow_the_exact_distribution(names: tuple[str, ...]) -> None:
     logits = np.random.default_rng(1).normal(0, 1.5, VOCAB).astype(np.float32)
     ids = torch.tensor([PROMPT + OUTPUT], dtype=torch.int32)
     columns = torch.zeros(COLUMN_SIZE, dtype=torch.int32)
-    state = SamplingState(ids, VOCAB, (), columns, Uploads(torch.device("cpu")))
+    state = SamplingState(ids, VOCAB, range(VOCAB), (), columns, Uploads(torch.device("cpu")))
     counted = []
     for chunk in range(5):  # a new request a chunk: `sample` counts what it draws, which must not feed back
         new = NewRequest(0, ids[0].numpy(), len(PROMPT), SamplingParams(seed=7, **options))
@@ -78,7 +79,7 @@ def test_draws_follow_the_exact_distribution(names: tuple[str, ...]) -> None:
         positions = torch.arange(draws, dtype=torch.int32) + 10 + chunk * draws
         slots, tokens, faults = torch.zeros((3, draws), dtype=torch.int32)
         rows = state.rows(truncates, edits, slots=slots, positions=positions, tokens=tokens, faults=faults)
-        ops.sample(torch.from_numpy(np.tile(logits, (draws, 1))), rows)
+        sample(torch.from_numpy(np.tile(logits, (draws, 1))), rows, VOCAB, ALONE_RANK)
         assert not faults.any()
         counted.append(np.bincount(tokens.numpy(), minlength=VOCAB))
     seen = np.sum(counted, axis=0)

@@ -139,6 +139,7 @@ def test_remote_code_is_never_run(folder: Path) -> None:
         ({"num_hidden_layers": 1 << 20}, ModelError, "num_hidden_layers"),
         ({"intermediate_size": 1 << 28}, ModelError, "shape"),
         ({"num_key_value_heads": 4}, ModelError, "6 heads do not divide into 4"),
+        ({"vocab_size": 1 << 25}, ModelError, "a vocabulary of 33554432 tokens; 16777216 is the most"),
         ({"rms_norm_eps": "small"}, ModelError, "rms_norm_eps"),
         ({"hidden_size": 64}, ModelError, r"shape"),
         ({"num_hidden_layers": 4}, ModelError, r"missing: model\.layers\.3"),

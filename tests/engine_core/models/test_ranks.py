@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from tests.support.checkpoints import VOCAB, make_config, prompts, save_model
 from tests.support.model_engine import ModelEngine, Output
 from tests.support.thread_ranks import ThreadRanks
 
+from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.models.families import from_config
 from wavecore.engine_core.models.shard import Shard
 from wavecore.engine_core.models.weights import draw
+from wavecore.engine_core.startup.factory import make_worker
 from wavecore.transport.errors import ConfigError
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}  # over 1, 2, 4 or 8 ranks
@@ -116,6 +119,14 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do(tmp_path: Path)
     assert Shard(spec, 2, 1).spec.num_heads == 3
 
 
+def test_a_number_of_ranks_is_refused_before_torch_is_imported(wide: Path) -> None:
+    phases: list[str] = []
+    group: Any = SimpleNamespace(ranks=3, rank=1)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3: 8 heads"):
+        make_worker(EngineConfig(model=str(wide)), lambda phase, _: phases.append(phase), group)
+    assert "import" not in phases
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_hold_each_weight_once(tmp_path: Path, size: int) -> None:
     """What the ranks hold of random weights are the cuts of one rank's, and together all of them."""
@@ -162,8 +173,8 @@ def test_out_of_memory_at_each_collective_of_each_rank(wide: Path, rank: int) ->
         begin = runner.collectives[rank].calls
         if fails_at is not None:
             runner.collectives[rank].fails_at = begin + fails_at
-        for i, params in enumerate((EVERYTHING[1], EVERYTHING[3])):
-            engine.add(prompts(2, longest=30, seed=5)[i], params.clone(max_tokens=3))
+        for i, params in enumerate(EVERYTHING[1:4]):
+            engine.add(prompts(3, longest=30, seed=5)[i], params.clone(max_tokens=3))
         ended = [output.tokens for output in engine.run().values()]
         calls = runner.collectives[rank].calls - begin
         runner.close()

@@ -8,15 +8,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wavecore.kernels.examples import sampling_rows
 from wavecore.kernels.reference import sampling
+from wavecore.kernels.sampling import sample as kernels
 from wavecore.kernels.sampling.cutoff import find_cutoff
-from wavecore.kernels.sampling.rows import NO_LIMIT, SamplingRows
-from wavecore.kernels.sampling.sample import BLOCK, sample
+from wavecore.kernels.sampling.rows import NO_LIMIT, PART, SamplingRows
 from wavecore.kernels.sampling.values import values_of
 
 Case = tuple[Tensor, SamplingRows]
@@ -32,18 +33,20 @@ def floats(values: object, device: str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def drawn(sample: Callable[[Tensor, SamplingRows], None], logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """Tokens and faults, int32 [R]."""
+def drawn(operations: Any, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """Tokens and faults, int32 [R], by `draw` and `finish` of a module."""
     rows.tokens.fill_(77)
     rows.faults.fill_(77)
-    sample(logits, rows)
+    operations.finish(operations.draw(logits, rows)[None], rows)
     return rows.tokens, rows.faults
 
 
 def same(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Both draw alike, and leave the same logits, tokens and counts behind."""
+    """Both draw alike, and leave the same logits, tokens and counts behind; `adjust` agrees, too."""
+    ours, theirs = (module.adjust(logits.clone(), rows) for module in (kernels, sampling))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5, equal_nan=True)
     twin_logits, twin_rows = logits.clone(), copy.deepcopy(rows)
-    want, got = drawn(sampling.sample, twin_logits, twin_rows), drawn(sample, logits, rows)
+    want, got = drawn(sampling, twin_logits, twin_rows), drawn(kernels, logits, rows)
     assert torch.equal(got[1], want[1])
     good = want[1] == 0  # the token of a faulty row means nothing
     assert torch.equal(got[0][good], want[0][good])
@@ -181,7 +184,7 @@ def check_cutoff(device: str, spread: float) -> None:
         top_p=floats(top_p, device),
         min_p=floats(min_p, device),
     )
-    cutoff = find_cutoff(values_of(logits.to(device), rows), BLOCK).cpu()
+    cutoff = find_cutoff(values_of(logits.to(device), rows), PART).cpu()
     kept = (logits >= cutoff[:, None]).sum(1).tolist()
     for row in range(n):
         want = kept_by_sorting(logits[row], top_k[row], top_p[row], min_p[row])

@@ -17,7 +17,7 @@ from wavecore.kernels.sampling.rows import NO_LIMIT, SEEN_IN_PROMPT
 
 VOCAB = 24
 DRAWS = 50_000
-sample = partial(drawn, sampling.sample)
+sample = partial(drawn, sampling)
 
 
 def exact(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:

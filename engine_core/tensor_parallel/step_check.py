@@ -1,0 +1,62 @@
+"""What a step did on a rank, for ranks to compare (`check_ranks`): one that differs would soon wait for ever."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+
+from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.engine_core.plan import I32
+
+
+class StepCheck(NamedTuple):
+    """Of one step.
+
+    Attributes:
+        plan: its digest.
+        tokens: int32, drawn.
+    """
+
+    step: int
+    plan: bytes
+    tokens: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        packed: bytes = msgpack.packb(self)
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StepCheck:
+        return cls(*msgpack.unpackb(data))
+
+    def with_tokens(self, tokens: I32) -> StepCheck:
+        return self._replace(tokens=tokens.tobytes())
+
+    def difference(self, first: StepCheck) -> str:
+        """Where this rank differs from rank 0 first; "" for nowhere."""
+        if self.plan != first.plan:
+            return f"step {self.step}: its plan is not that of rank 0"
+        mine, its = (np.frombuffer(check.tokens, np.int32) for check in (self, first))
+        for row in np.flatnonzero(mine != its).tolist():
+            return f"step {self.step}, row {row}: it drew token {mine[row]}, rank 0 token {its[row]}"
+        return ""
+
+
+def digest(value: Any) -> bytes:
+    """Of a plan and all that it holds, whether or not the other ranks are sent it."""
+    found = hashlib.blake2b(digest_size=8)
+    if isinstance(value, np.ndarray):
+        found.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+    elif isinstance(value, SamplingParams):
+        found.update(msgpack.packb(value.to_wire()))
+    elif is_dataclass(value):
+        found.update(b"".join(digest(getattr(value, field.name)) for field in fields(value)))
+    elif isinstance(value, tuple):
+        found.update(b"".join(map(digest, value)))
+    else:
+        found.update(repr(value).encode())
+    return found.digest()

@@ -136,11 +136,16 @@ class StepPlan:
 
 
 class LeastSize(NamedTuple):
-    """The least size of a step, where ranks in lockstep run steps of one size: nothing in it is 0."""
+    """The least size of a step, where ranks in lockstep run steps of one size: no number in it is 0.
+
+    Attributes:
+        eager: no rank runs it from CUDA graphs.
+    """
 
     rows: int
     tokens: int
     max_query_len: int
+    eager: bool = False
 
 
 class RowLogprobs(NamedTuple):
@@ -251,6 +256,9 @@ class Runner(Protocol):
 
 class LockstepRunner(Runner, Protocol):
     """Runs steps of ranks in lockstep, too."""
+
+    def is_eager(self, plan: StepPlan) -> bool:
+        """Whether a row of this plan, the next one, wants what no CUDA graph yields."""
 
     def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
         """Start a step, as above.

@@ -19,7 +19,9 @@ from wavecore.kernels import ops
 if TYPE_CHECKING:
     from wavecore.kernels.all_reduce import PeerBuffers
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+# The second names are those until torch 2.12
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives(Protocol):
@@ -28,7 +30,7 @@ class Collectives(Protocol):
     Attributes:
         rank: of this one, from 0.
         size: how many there are.
-        calls: of `all_reduce` and `all_gather` that came to their end.
+        calls: of all methods but `least` that came to their end.
     """
 
     rank: int
@@ -47,6 +49,9 @@ class Collectives(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' x [n, ...], in order: [size, n, ...]."""
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's n rows [n, ...] of the sum of all ranks' x [size * n, ...]."""
+
     def least(self, value: int) -> int:
         """The least of all ranks' numbers. For the start: it waits for the device."""
 
@@ -61,6 +66,9 @@ class Alone(Collectives):
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x
 
     def least(self, value: int) -> int:
         return value
@@ -109,6 +117,12 @@ class ProcessGroup(Collectives):
         with self._call():
             _all_gather(gathered, x.contiguous(), group=self._group)
         return gathered.view(self.size, *x.shape)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        own = torch.empty((len(x) // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        with self._call():
+            _reduce_scatter(own, x.contiguous(), group=self._group)
+        return own
 
     def least(self, value: int) -> int:
         number = torch.tensor(value, device=self._device)

@@ -54,7 +54,8 @@ TIERS = {
         ("api",),
     ),
     "parallel": (
-        ("layers", "ranks"),
+        ("experts", "ranks"),
+        ("layers",),
         ("collectives", "peer_memory", "wave"),
     ),
     "kernels": (
@@ -95,6 +96,7 @@ SAME_FILE_NAMES = {
     "__main__",
     "admission",
     "chat",
+    "experts",
     "layers",
     "messages",
     "request",

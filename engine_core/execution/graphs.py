@@ -63,24 +63,30 @@ class StepGraphs:
         """Some part without a graph ran so often, and there is room for its graph."""
         return bool(self._uses) and len(self._graphs) < self.most and max(self._uses.values()) >= uses
 
-    def capture(self, least: Callable[[int], int] = int) -> None:
+    def capture(self, least: Callable[[int], int] = int, shared: Callable[..., object] | None = None) -> None:
         """Make the graph of the part that ran most often. Where that fails, the part is run as before; and where a
         capture broke, as it does when something waits for the device meanwhile, no other is tried.
 
         Args:
             least: of all ranks' numbers. What ranks do together is replayed by all of them or by none.
+            shared: the function whose parts all ranks run equally often, though not all have the same others: its parts
+                go first, so that all ranks choose the same one.
         """
-        [(part, _)] = self._uses.most_common(1)
-        del self._uses[part]
-        try:
-            self._graphs[part] = self._captured(part)
-        except Exception as error:
+        part = max(self._uses, key=lambda part: (part[0] == shared, self._uses[part]), default=None)
+        if self.most and part is not None:
+            del self._uses[part]
+            self._graphs[part] = self._tried(part)
+        if not least(part is None or self._graphs.get(part) is not None) and part is not None:
             self._graphs[part] = None
+
+    def _tried(self, part: Part) -> torch.cuda.CUDAGraph | None:
+        try:
+            return self._captured(part)
+        except Exception as error:
             name, args = part[0].__name__, part[1]
             reason = first_line(error.__context__ or error)  # at the end of a broken capture it says only that
             logger.warning("no CUDA graph of %s%s, which runs without one: %s", name, args, reason)
-        if not least(self._graphs[part] is not None):
-            self._graphs[part] = None
+            return None
 
     def clear(self) -> None:
         """Forget all graphs, since something that they read or write has moved."""

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from itertools import chain, product
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,8 +36,10 @@ from wavecore.engine_core.plan import F32, LeastSize, OutOfMemory, PendingStep, 
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers, StepRows
 from wavecore.kernels.sampling.rows import SamplingRows
+from wavecore.transport.errors import NotSupportedError, ResourceError
 
 PAID = "the other ranks wait for nothing"
+EAGER = EMBEDS | PROMPT_LOGPROBS | POOLS  # what no graph of `forward` yields
 
 
 class ModelRunner:
@@ -131,7 +134,8 @@ class ModelRunner:
         with self._out_of_memory(plan):
             self.copies.join(plan.after)
             self.copies.start(plan, self.kv_cache, self.host_kv_cache)
-            shape, state = StepShape(plan, self.buckets, least), self.state
+            shape = StepShape(plan, self.buckets, least, self.model.exchange.size > 1)
+            state, eager = self.state, least is not None and least.eager
             state.begin(plan.new_requests)
             extras = Extras(shape, state, self.out)
             more_changes = state.input.bring(shape, extras.logprob_rows, state.sampling.host_columns)
@@ -139,23 +143,23 @@ class ModelRunner:
                 ops.update_block_table(state.block_table, more_changes)
             self.copies.join_copies()
             if plan.captures:
-                self.graphs.capture(self.model.group.least)
+                self.graphs.capture(self.model.least, self.forward if self.model.exchange.size > 1 else None)
             if not shape.bucket.rows:
                 ops.update_block_table(state.block_table, state.input.changes)
                 return Launched(shape, None, extras, self.copies)
             self.out.clear()
             last = self.model.gather(shape.bucket.rows) if shape.num_samples else []
             with self._marked("forward"), self._paying(self._collectives(shape, extras), last):
-                self._forward(shape, extras)
+                self._forward(shape, extras, eager)
             if shape.num_samples:
                 with self._marked("sample"), self._paying(last):
                     self._sample(shape, extras)
             return Launched(shape, self.out.send(), extras, self.copies)
 
-    def _forward(self, shape: StepShape, extras: Extras) -> None:
+    def _forward(self, shape: StepShape, extras: Extras, eager: bool) -> None:
         """Queue a step's first part."""
         options = extras.options
-        if shape.has_graph and not options & (EMBEDS | PROMPT_LOGPROBS | POOLS):
+        if shape.has_graph and not (eager or options & EAGER):
             self.graphs.run(self.forward, shape.bucket)
             return
         x, residual = self.forward(shape.bucket, shape if options & EMBEDS else None)
@@ -174,12 +178,18 @@ class ModelRunner:
 
     @contextmanager
     def _paying(self, *owed: Sequence[Collective]) -> Iterator[None]:
-        """If memory runs out, still do with the other ranks what they wait for: the rest of these."""
+        """If memory runs out, still do with the other ranks what they wait for: the rest of these.
+
+        Raises:
+            ResourceError: memory ran out, and other engines compute with what this rank should have computed.
+        """
         group = self.model.group
         calls = group.calls
         try:
             yield
         except (MemoryError, RuntimeError) as error:
+            if self.model.exchange.size > 1 and is_out_of_memory(error):
+                raise ResourceError(f"no memory for a step that engines share: {first_line(error)}") from error
             if group.size > 1 and is_out_of_memory(error):
                 for name, shape in [*chain.from_iterable(owed)][group.calls - calls :]:
                     getattr(group, name)(self.model.embedding.new_zeros(shape))
@@ -244,6 +254,12 @@ class ModelRunner:
     def wants_capture(self, uses: int) -> bool:
         return self.graphs.wanted(uses)
 
+    def is_eager(self, plan: StepPlan) -> bool:
+        for new in plan.new_requests:
+            if new.prompt_embeds is not None or new.pooling or new.params.prompt_logprobs is not None:
+                return True
+        return bool(np.any(self.state.options[plan.slots] & EAGER))
+
     @torch.inference_mode()
     def reserve_graphs(self) -> int:
         """Let steps have CUDA graphs from now on. Steps of all sizes ran before, and loaded their kernels.
@@ -288,7 +304,10 @@ class ModelRunner:
 
         Raises:
             ValidationError: no such layer, head or token, or a prompt too long to show.
+            NotSupportedError: other engines have experts of this model.
         """
+        if self.model.exchange.size > 1:
+            raise NotSupportedError("an attention map of engines that share experts: ask an engine that has them all")
         return attention_map(self.model, self.info, prompt, layer, head)
 
     def _marked(self, name: str) -> AbstractContextManager[None]:

@@ -145,8 +145,9 @@ class EngineCore:
         """The next step: what the scheduler says, or a capture once the steps in flight are back."""
         if not self._capture_is_due():
             return self.scheduler.schedule()
-        if self.in_flight:
-            return None
+        return None if self.in_flight else self._capture()
+
+    def _capture(self) -> StepPlan:
         self._captured_at = self._clock()
         return self.scheduler.capture()
 

@@ -133,7 +133,7 @@ def draw(shard: Shard, dtype: torch.dtype, device: torch.device) -> Parameters:
     for name, shape in shard.whole.shapes().items():
         whole = torch.empty(shape, dtype=dtype, device=device).uniform_(-0.05, 0.05, generator=dice)
         parameters[name] = whole
-        if shard.size > 1:
+        if shard.size * shard.expert_ranks > 1:
             parameters[name] = torch.empty(shard.spec.shapes()[name], dtype=dtype, device=device)
             for cut in shard.cuts(name):
                 _copy(cut, Part(name, 0, shape), whole.__getitem__, parameters[name])

@@ -24,8 +24,9 @@ from wavecore.engine_core.startup.kv_cache_size import allocate_kv_cache, most_b
 from wavecore.engine_core.startup.memory_budget import SMALLER_STEPS, gib, no_room, refused, would_fit
 from wavecore.kernels import ops
 from wavecore.kernels.attention.shapes import refusal
-from wavecore.parallel.collectives import ALONE, Collectives
+from wavecore.parallel.experts import Exchange
 from wavecore.parallel.layers import exact_float32
+from wavecore.parallel.ranks import Ranks
 from wavecore.transport.errors import ConfigError, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,12 +38,12 @@ def load_runner(
     config: EngineConfig,
     source: ModelSource,
     progress: Progress,
-    meet: Callable[[torch.device], Collectives] = lambda _device: ALONE,
+    meet: Callable[[torch.device], Ranks] = lambda _device: Ranks(),
 ) -> ModelRunner:
     """Load the weights and allocate the KV cache.
 
     Args:
-        meet: called with this rank's device; gives the ranks that share the model, of which this one loads its part.
+        meet: called with this rank's device; gives the ranks that compute together, of which this one loads its part.
 
     Raises:
         ModelError: the model's files.
@@ -53,8 +54,10 @@ def load_runner(
     device = _device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA: no other GPU gets a context of this process
-    group = meet(device)
-    shard = Shard(source.spec, group.size, group.rank)
+    ranks = meet(device)
+    group, exchange = ranks.tensor, Exchange(ranks.data)
+    spread = (ranks.size, ranks.rank) if config.enable_expert_parallel else (1, 0)
+    shard = Shard(source.spec, group.size, group.rank, *spread)
     spec = shard.spec
     dtype = _dtype(config, spec, device)
     if reason := refusal(spec.num_heads, spec.num_kv_heads, spec.head_dim, device):
@@ -63,7 +66,7 @@ def load_runner(
         exact_float32()
     _register_ops(config.custom_ops or {}, torch.empty(0, dtype=dtype, device=device))
     block_size = config.block_size or choose_block_size(spec.kv_values_per_token * dtype.itemsize)
-    length = group.least(_max_model_len(config, spec, block_size, dtype, device))
+    length = exchange.least(group.least(_max_model_len(config, spec, block_size, dtype, device)))
     progress("load", 0.0)
     if config.load_format == "dummy":
         check_weights(source, shard.spec, dtype, device)
@@ -88,7 +91,7 @@ def load_runner(
         torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through
     progress("tables", 0.0)
     with refused("the tables of all requests do not fit into memory", SMALLER_STEPS):
-        model = Decoder(spec, parameters, length, group)
+        model = Decoder(spec, parameters, length, group, exchange)
         sizes = config.cudagraph_capture_sizes
         runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens, sizes)
     runner.marks, runner.profiler = config.nvtx and device.type == "cuda", Profiler(device, config.torch_profiler_dir)

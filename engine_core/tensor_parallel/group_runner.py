@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from wavecore.engine_core.execution.runner import ModelRunner
-from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, StepPlan, StepResult
+from wavecore.engine_core.plan import F32, LeastSize, OutOfMemory, PendingStep, StepPlan, StepResult
 from wavecore.engine_core.tensor_parallel.plan_codec import Buffer, encode
 from wavecore.transport.errors import NotSupportedError
 from wavecore.transport.processes.group_memory import GroupMemory
@@ -30,7 +30,10 @@ class Record(IntEnum):
 
 
 class WorkerWords:
-    """How far each worker is, in words of the group's memory. They count steps from 1, so that 0 is none yet."""
+    """How far each worker is, in words of the group's memory. They count steps from 1, so that 0 is none yet.
+
+    Steps are numbered as they are sent, since dummies have no step id; but transfers have that of their plan.
+    """
 
     BEGUN, LAUNCHED, TRANSFERRED, FAILED, SIZE = 0, 1, 2, 3, 5  # two words for failures: of even steps, and of odd ones
 
@@ -64,7 +67,7 @@ class WorkerWords:
 
 
 class GroupRunner:
-    """`plan.Runner` of rank 0.
+    """`plan.LockstepRunner` of rank 0.
 
     Args:
         runner: of this rank.
@@ -74,13 +77,19 @@ class GroupRunner:
         self._runner, self.info = runner, runner.info
         self._steps, self._words = StepWriter(memory), WorkerWords(memory)
         self._in_flight: deque[_GroupStep] = deque()
+        self._sent = 0  # steps
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        self._send(Record.PLAN, encode(plan))
+    def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
+        found = StepPlan.empty() if plan is None else plan
+        self._send(Record.PLAN, encode(found, least))
+        number, self._sent = self._sent, self._sent + 1
         with self._dropped():
-            step = _GroupStep(self, plan.step_id, self._runner.launch(plan))
+            step = _GroupStep(self, number, self._runner.launch(found, least))
         self._in_flight.append(step)
         return step
+
+    def is_eager(self, plan: StepPlan) -> bool:
+        return self._runner.is_eager(plan)
 
     def finish(self, step: _GroupStep) -> StepResult:
         """The result of the oldest step in flight.
@@ -92,8 +101,8 @@ class GroupRunner:
         words = self._words
         with self._dropped():
             result = self.own_result(step)
-            words.wait_for(words.LAUNCHED, step.step_id)
-            if failed := words.failed(step.step_id):
+            words.wait_for(words.LAUNCHED, step.number)
+            if failed := words.failed(step.number):
                 raise OutOfMemory(f"rank {failed[0]}: a step does not fit; its size is in the log of that rank")
         return replace(result, transferred=min(result.transferred, words.transferred()))
 
@@ -104,7 +113,7 @@ class GroupRunner:
             OutOfMemory: this rank cannot hold the step.
         """
         if not step.own.done():
-            self._words.wait_for(self._words.BEGUN, step.step_id)
+            self._words.wait_for(self._words.BEGUN, step.number)
             try:
                 step.own.set_result(step.pending.wait())
             except OutOfMemory as error:
@@ -151,7 +160,7 @@ class GroupRunner:
 @dataclass(frozen=True, slots=True, eq=False)
 class _GroupStep:
     runner: GroupRunner
-    step_id: int
+    number: int
     pending: PendingStep
     own: Future[StepResult] = field(default_factory=Future)
 

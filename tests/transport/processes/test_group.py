@@ -394,6 +394,7 @@ def memories() -> Iterator[list[GroupMemory]]:
         for each in both:
             each.words.release()
             each.records.release()
+            each._memory.release()
             each.progress.close()
 
 

@@ -258,7 +258,7 @@ class LockstepRunner(Runner, Protocol):
     """Runs steps of ranks in lockstep, too."""
 
     def is_eager(self, plan: StepPlan) -> bool:
-        """Whether a row of this plan, the next one, wants what no CUDA graph yields."""
+        """Whether a row of this plan wants what no CUDA graph yields. All plans before it are launched."""
 
     def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
         """Start a step, as above.

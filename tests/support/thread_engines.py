@@ -59,8 +59,10 @@ class ThreadEngines:
                 time.sleep(0.001)
         finally:
             is_over.set()
-        for loop in loops:
-            loop.result(SECONDS)
+        errors = [error for loop in loops if (error := loop.exception(SECONDS))]
+        errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))  # which tells of another's
+        if errors:
+            raise errors[0]
 
     def _is_busy(self, engine: ModelEngine) -> bool:
         core = engine.core

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.engine_core.execution.test_graphs import CalledAgain
 from tests.engine_core.models.test_experts import spec_of
 from tests.engine_core.models.test_ranks import EVERYTHING, assert_same
 from tests.support.checkpoints import make_config, prompts, save_model
 from tests.support.model_engine import ModelEngine, Output
 from tests.support.thread_engines import thread_engines
 
+from wavecore.engine_core.execution.step_shape import Bucket, Buckets
+from wavecore.engine_core.loop import core, dp_proc
 from wavecore.engine_core.models.shard import Shard
+from wavecore.engine_core.plan import LeastSize, PendingStep, StepPlan
 from wavecore.transport.errors import ConfigError
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -105,6 +109,52 @@ def test_a_rank_holds_its_part_of_the_experts(models: Models, engines: int, rank
             rest = sum(4 * math.prod(shape) for name, shape in dense.shapes().items() if ".experts_" not in name)
             experts = sum(tensor.nbytes for name, tensor in whole.parameters.items() if ".experts_" in name)
             assert sum(own.values()) <= 1.02 * (rest + experts / len(runners))
+
+
+class Logged(CalledAgain):
+    """Attributes: log: each forward pass that may run from a graph, and whether it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[Any, bool]] = []
+
+    def run(self, function: Callable[..., object], *args: Any) -> None:
+        if isinstance(args[0], Bucket):
+            self.log.append((args, self._graphs.get((function, args)) is not None))
+        super().run(function, *args)
+
+
+def launch_at_once(runner: Any, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
+    """As on a GPU."""
+    found: PendingStep = runner.start(StepPlan.empty() if plan is None else plan, least)
+    return found
+
+
+def test_engines_replay_alike(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And capture together, whatever else they capture; where one has rows that no graph serves, none replays."""
+    for module in (core, dp_proc):
+        monkeypatch.setattr(module, "CAPTURE_SECONDS", 0.0)
+    monkeypatch.setattr(core, "OFTEN", 2)
+    model = models("Qwen3Moe")
+    with thread_engines(model, 2, 1, async_scheduling=False, **SIZES) as spread:
+        logs: list[Logged] = []
+        for [runner] in spread.runners:
+            runner.buckets, runner.graphs = Buckets(48, 8), Logged()
+            runner.launch = partial(launch_at_once, runner)
+            logs.append(runner.graphs)
+        for turn in range(3):
+            ask(spread.engines[0], range(2 + turn))
+            ask(spread.engines[1], range(7 * turn + 1))
+            spread.run()
+        assert logs[0].log == logs[1].log
+        assert {replayed for _, replayed in logs[0].log} == {True, False}
+        passes = spread.engines[0].core.requests.totals.dummy_steps + spread.engines[0].core.requests.totals.steps
+        assert len(logs[0].log) < passes - len(logs[0].captured), "some were eager by their vote"
+        assert {part for part in logs[0].captured if isinstance(part[1][0], Bucket)}
+        for engine, part in zip(spread.engines, (range(4), range(15)), strict=True):
+            alone = ModelEngine(model, **SIZES)
+            ask(alone, part)
+            assert_same(list(engine.outputs.values())[-len(alone.outputs) :], list(alone.run().values()))
 
 
 def test_experts_that_do_not_divide_are_refused_with_the_numbers_that_work(tmp_path: Path) -> None:

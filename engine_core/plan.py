@@ -28,6 +28,7 @@ F32 = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 Index = npt.NDArray[np.intp]  # slots or rows, as numpy indexes columns by them
 
+UPDATE_SECONDS = 600.0  # that a rank takes at most to load new weights, unless its disk is very slow
 LOGPROB_CHUNK = 64  # positions whose log-probabilities over the vocabulary a runner holds at once
 MANY_VALUES = 1 << 21  # int32 values of a step's output that positions with more than MAX_LOGPROBS alternatives share
 
@@ -243,6 +244,24 @@ class Runner(Protocol):
         Raises:
             ValidationError: layer, head or a token id out of range.
             NotSupportedError: this runner has no attention.
+        """
+
+    def check_weights(self, folder: str) -> None:
+        """See whether `update_weights` will do.
+
+        Raises:
+            ModelError: unreadable, or a tensor is missing, unknown or of another shape.
+            NotSupportedError: this runner has no weights.
+        """
+
+    def update_weights(self, folder: str) -> None:
+        """Copy other weights over those of the model, on all its ranks. No step is in flight.
+
+        Args:
+            folder: of safetensors files with the names and shapes of the model's own.
+
+        Raises:
+            Exception: whatever kept it from being done; the weights may be half loaded then.
         """
 
     def profile(self, on: bool) -> None:

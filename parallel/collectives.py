@@ -126,17 +126,18 @@ class ProcessGroup(Collectives):
 
     def least(self, value: int) -> int:
         number = torch.tensor(value, device=self._device)
-        dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
+        with self._call(counts=False):
+            dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
         return int(number.item())
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self, counts: bool = True) -> Iterator[None]:
         if self._waits:
             self._wait_for((self.rank + 1) % self.size)
         yield
         if self._waits:
             self._wait_for(None)
-        self.calls += 1
+        self.calls += counts
 
 
 ALONE = Alone()

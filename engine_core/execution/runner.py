@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from itertools import chain, product
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ from wavecore.engine_core.execution.pinned_copies import CopyOut, pinned_zeros, 
 from wavecore.engine_core.execution.step_extras import Extras, room_for_extras
 from wavecore.engine_core.execution.step_shape import Bucket, Buckets, StepShape
 from wavecore.engine_core.models.decoder import Collective, Decoder
+from wavecore.engine_core.models.shard import Shard
+from wavecore.engine_core.models.weights import open_folder, refill
 from wavecore.engine_core.plan import F32, LeastSize, OutOfMemory, PendingStep, RunnerInfo, StepPlan
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers, StepRows
@@ -50,6 +53,7 @@ class ModelRunner:
         info: what the loader resolved so far.
         max_num_seqs, max_num_batched_tokens: bounds of a plan.
         sizes: of steps; see `Buckets`.
+        shard: this rank's share; None is all of the model.
 
     Attributes:
         hidden: [max_num_seqs, hidden]; `forward` writes the normalised hidden state of each row's last token.
@@ -64,9 +68,11 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         sizes: Sequence[int] | None = None,
+        shard: Shard | None = None,
     ) -> None:
         self.info = info
         self.model = model
+        self.shard = shard or Shard(model.spec)
         self.device = model.embedding.device
         self.state = DeviceState(max_num_seqs, info, self.device)
         self.buffers = BatchBuffers.allocate(max_num_batched_tokens, max_num_seqs, self.state.max_blocks, self.device)
@@ -312,6 +318,15 @@ class ModelRunner:
 
     def _marked(self, name: str) -> AbstractContextManager[None]:
         return torch.cuda.nvtx.range(name) if self.marks else nullcontext()
+
+    def check_weights(self, folder: str) -> None:
+        with open_folder(Path(folder), self.shard.whole, self.device):
+            pass
+
+    def update_weights(self, folder: str) -> None:
+        with open_folder(Path(folder), self.shard.whole, self.device) as tensors:
+            refill(tensors, self.shard, self.model.parameters, lambda _phase, _fraction: None)
+        self.model.group.least(0)  # on all ranks of this engine
 
     def profile(self, on: bool) -> None:
         """Start tracing, or stop it."""

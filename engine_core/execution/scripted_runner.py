@@ -182,6 +182,11 @@ class ScriptedRunner:
     def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:  # noqa: ARG002 (the interface)
         raise NotSupportedError("a scripted model has no attention")
 
+    def check_weights(self, folder: str) -> None:  # noqa: ARG002 (the interface)
+        raise NotSupportedError("a scripted model has no weights")
+
+    update_weights = check_weights
+
     def profile(self, on: bool) -> None:  # noqa: ARG002 (the interface)
         raise NotSupportedError("a scripted model runs nothing that could be profiled")
 

@@ -103,6 +103,16 @@ class DPEngineCore(EngineCore):
         self.requests.land(pending.wait().transferred)
         return None
 
+    def update_weights(self, folder: str) -> None:
+        """As of `EngineCore`, in a pause.
+
+        Raises:
+            ValidationError: the group is not paused.
+        """
+        if not self.wave.paused or self.wave.settling or self.in_flight:
+            raise ValidationError("method", "update_weights of engines in lockstep needs a pause")
+        super().update_weights(folder)
+
     def _plan(self) -> StepPlan | None:
         if self.wave.captures:
             return None if self.in_flight else self._capture()

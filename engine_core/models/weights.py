@@ -119,11 +119,16 @@ def placed(stored: Iterable[Stored], places: Mapping[str, Part], spec: ModelSpec
 def fill(tensors: Placed, shard: Shard, dtype: torch.dtype, device: torch.device, progress: Progress) -> Parameters:
     """Allocate the parameters of a rank and copy tensor by tensor."""
     parameters = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shard.spec.shapes().items()}
+    refill(tensors, shard, parameters, progress)
+    return parameters
+
+
+def refill(tensors: Placed, shard: Shard, parameters: Parameters, progress: Progress) -> None:
+    """Copy tensor by tensor into the parameters of a rank."""
     for done, (tensor, part) in enumerate(tensors, 1):
         for cut in shard.cuts(part.param):
             _copy(cut, part, tensor.read, parameters[part.param])
         progress("load", done / len(tensors))
-    return parameters
 
 
 def draw(shard: Shard, dtype: torch.dtype, device: torch.device) -> Parameters:

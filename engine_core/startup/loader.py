@@ -93,7 +93,7 @@ def load_runner(
     with refused("the tables of all requests do not fit into memory", SMALLER_STEPS):
         model = Decoder(spec, parameters, length, group, exchange)
         sizes = config.cudagraph_capture_sizes
-        runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens, sizes)
+        runner = ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens, sizes, shard)
     runner.marks, runner.profiler = config.nvtx and device.type == "cuda", Profiler(device, config.torch_profiler_dir)
     allocate_kv_cache(runner, config, progress)
     return runner

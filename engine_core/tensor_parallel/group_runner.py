@@ -27,6 +27,7 @@ class Record(IntEnum):
 
     PLAN = 0
     PROFILE = 1  # one byte: on or off
+    WEIGHTS = 2  # a folder
 
 
 class WorkerWords:
@@ -151,6 +152,13 @@ class GroupRunner:
 
     def attention_map(self, *_: object) -> F32:
         raise NotSupportedError("an attention map with tensor_parallel_size above 1: ask an engine on one device")
+
+    def check_weights(self, folder: str) -> None:
+        self._runner.check_weights(folder)
+
+    def update_weights(self, folder: str) -> None:
+        self._send(Record.WEIGHTS, [folder.encode()])
+        self._runner.update_weights(folder)
 
     def profile(self, on: bool) -> None:
         self._send(Record.PROFILE, [bytes([on])])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Never
 
 from wavecore.engine_core.execution.runner import ModelRunner
-from wavecore.engine_core.plan import F32, LeastSize, OutOfMemory, PendingStep, StepPlan
+from wavecore.engine_core.plan import F32, UPDATE_SECONDS, LeastSize, OutOfMemory, PendingStep, StepPlan
 from wavecore.engine_core.tensor_parallel.group_runner import Record, WorkerWords
 from wavecore.engine_core.tensor_parallel.plan_codec import decode
 from wavecore.transport.processes.group_memory import GroupMemory
@@ -40,10 +40,15 @@ class Worker:
             self._progress.busy(False)
             kind, data = self._records.read()
             self._progress.busy(True)
-            if Record(kind) is Record.PLAN:
-                self._launch(*decode(data))
-            else:
-                self._profile(bool(data[0]))
+            match Record(kind):
+                case Record.PLAN:
+                    self._launch(*decode(data))
+                case Record.PROFILE:
+                    self._profile(bool(data[0]))
+                case Record.WEIGHTS:
+                    self._progress.expect(UPDATE_SECONDS)
+                    self._runner.update_weights(data.decode())
+                    self._progress.expect(0.0)
             self._progress.beat()
 
     def _profile(self, on: bool) -> None:

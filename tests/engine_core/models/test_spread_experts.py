@@ -56,7 +56,13 @@ def ask(engine: ModelEngine, numbers: range) -> None:
 
 @pytest.mark.parametrize(
     ("family", "engines", "ranks"),
-    [("Qwen3Moe", 4, 1), ("Qwen3Moe", 2, 2), ("Mixtral", 2, 1), ("Mixtral", 1, 2), ("Qwen2Moe", 2, 2)],
+    [
+        ("Qwen3Moe", 4, 1),
+        ("Mixtral", 1, 2),
+        ("Qwen2Moe", 2, 2),
+        pytest.param("Qwen3Moe", 2, 2, marks=pytest.mark.slow),
+        pytest.param("Mixtral", 4, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_tokens_as_one_rank(models: Models, family: str, engines: int, ranks: int) -> None:
     """Ragged prompts in chunks, more of them on one engine than on another, all sampling options, embeddings."""

@@ -19,7 +19,7 @@ from tests.support.waiting import until
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.async_llm import AsyncLLM
 from wavecore.frontend.llm import LLM
-from wavecore.transport.errors import ConfigError, NotSupportedError, Overloaded, ValidationError, WavecoreError
+from wavecore.transport.errors import ConfigError, NotSupportedError, ValidationError, WavecoreError
 
 SCRIPT: dict[str, Any] = {"vocab_size": 1000, "max_model_len": 4096, "num_blocks": 400, "eos_token_id": []}
 Start = Callable[..., Any]
@@ -132,21 +132,6 @@ def test_engines_of_several_ranks(start: Start) -> None:
         llm.pause()
         llm.resume()
         ask(llm, range(3), 150)
-
-
-@pytest.mark.slow
-def test_one_rank_with_a_full_queue_and_long_requests(start: Start) -> None:
-    """It refuses, and ends its own at the greatest length; the other goes on beside it."""
-    script = {"max_model_len": 160, "step_seconds": 0.002}
-    with start(2, script, max_num_seqs=2, max_num_queued_reqs=3) as llm:
-        long = [send(llm, number, 1000, data_parallel_rank=1) for number in range(2)]
-        until(lambda: [stat["running"] for stat in llm.step_stats()] == [0, 2])
-        more = [send(llm, number, 10, data_parallel_rank=1) for number in range(12)]
-        ask(llm, [3], 40)
-        ended = [stream() for stream in more]
-        assert any(isinstance(end, Overloaded) for end in ended)
-        assert all(isinstance(end, Overloaded) or len(end) == 10 for end in ended)
-        assert [len(stream()) for stream in long] == [160 - len(prompt(number)) for number in range(2)]
 
 
 def test_each_rank_begins_waves(start: Start) -> None:

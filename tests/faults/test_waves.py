@@ -154,6 +154,29 @@ def test_slow_start_of_a_lockstep_rank(deploy: Any, seconds: float) -> None:
         assert [engine.restarts for engine in engines(deployed)] == [0, 0]
 
 
+@SLOW
+def test_full_queue_of_a_lockstep_rank(deploy: Any) -> None:
+    """One of several engines in lockstep has a full queue, and requests that reach the greatest length.
+
+    It refuses what comes more, and its own end there; the other goes on beside it.
+    """
+    script = {"max_model_len": 160, "step_seconds": 0.005}
+    settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_queued_reqs": 3, **LOCKSTEP}
+    with deploy(script, **settings) as deployed:
+        until(lambda: len(deployed.llm.step_stats()) == 2)
+        long = [deployed.stream(number, 1000, data_parallel_rank=1) for number in range(2)]
+        until(lambda: deployed.llm.step_stats()[1]["running"] == 2)
+        more = [deployed.stream(number, 10, data_parallel_rank=1) for number in range(2, 14)]
+        deployed.stream(20, 40, data_parallel_rank=0).check_finished()
+        refused = [stream for stream in more if isinstance(stream.end, Overloaded)]
+        assert len(refused) == 9
+        for stream in more:
+            if stream not in refused:
+                stream.check_finished()
+        for stream in long:
+            assert stream.end == "length" and len(stream.tokens) == 160 - len(stream.prompt)
+
+
 @EACH_RANK
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=SLOW)])
 def test_sigterm_to_a_lockstep_rank(deploy: Any, rank: int, size: int) -> None:

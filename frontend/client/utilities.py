@@ -108,8 +108,8 @@ class Inspection:
     def update_weights(self, path: str | Path) -> None:
         """Load other weights of the same model into all engines, between two steps; in lockstep, in a pause of all.
 
-        Requests go on with the KV cache that they have; cached prefixes are forgotten. An engine that is started again
-        has the weights of its start.
+        Requests go on with the KV cache that they have; cached prefixes are forgotten. A pause that was there is over
+        then. An engine that is started again has the weights of its start.
 
         Args:
             path: a folder on the engines' host, of safetensors files with the names and shapes of the engines' own.

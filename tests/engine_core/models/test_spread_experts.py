@@ -17,11 +17,12 @@ from tests.support.checkpoints import make_config, prompts, save_model
 from tests.support.model_engine import ModelEngine, Output
 from tests.support.thread_engines import thread_engines
 
+from wavecore.engine_core.execution.out_of_memory import shortage
 from wavecore.engine_core.execution.step_shape import Bucket, Buckets
 from wavecore.engine_core.loop import core, dp_proc
 from wavecore.engine_core.models.shard import Shard
 from wavecore.engine_core.plan import LeastSize, PendingStep, StepPlan
-from wavecore.transport.errors import ConfigError
+from wavecore.transport.errors import ConfigError, ResourceError
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
 MODELS: dict[str, dict[str, Any]] = {
@@ -115,6 +116,17 @@ def test_a_rank_holds_its_part_of_the_experts(models: Models, engines: int, rank
             rest = sum(4 * math.prod(shape) for name, shape in dense.shapes().items() if ".experts_" not in name)
             experts = sum(tensor.nbytes for name, tensor in whole.parameters.items() if ".experts_" in name)
             assert sum(own.values()) <= 1.02 * (rest + experts / len(runners))
+
+
+def test_memory_that_runs_out_in_a_shared_pass_is_the_end(models: Models) -> None:
+    """The other engine computes with what did not come; at the start, settings are advised as for one engine."""
+    with thread_engines(models("Mixtral"), 2, 1, **SIZES) as spread:
+        peers: Any = spread.runners[1][0].model.exchange._peers
+        peers.fails_at = peers.calls + 9
+        ask(spread.engines[0], range(3))
+        with pytest.raises(ResourceError, match="no memory for a step that engines share: CUDA out of memory") as found:
+            spread.run()
+    assert shortage(found.value).endswith("as this test wants")
 
 
 class Logged(CalledAgain):

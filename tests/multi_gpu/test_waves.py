@@ -47,7 +47,7 @@ def run_ranks(model: Path, device: str) -> list[dict[str, Any]]:
         ]
         said = [rank.communicate(timeout=160)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    return [json.loads(text) for text in said]
+    return [json.loads(text.splitlines()[-1]) for text in said]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -21,7 +21,7 @@ from wavecore.engine_core.loop.dp_proc import DPEngineCore, DPEngineCoreProc
 from wavecore.engine_core.loop.proc import EngineCoreProc
 from wavecore.engine_core.loop.worker_proc import run_worker
 from wavecore.engine_core.plan import RunnerInfo
-from wavecore.engine_core.startup.factory import make_lockstep_runner, make_runner, make_worker
+from wavecore.engine_core.startup.factory import make_runner, make_worker
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
 from wavecore.transport.headroom import raise_descriptor_limit
@@ -59,14 +59,15 @@ def main() -> int:
 def _build(args: argparse.Namespace, child: SupervisedChild) -> Callable[[], None]:
     config = EngineConfig.from_json(child.config)
     logging.getLogger().setLevel(config.log_level.upper())
+    if child.group and child.rank % config.tensor_parallel_size:
+        return partial(run_worker, *make_worker(config, child.report_phase, child.group), child)
     if child.group and config.dp_lockstep:
-        board = VoteBoard(child.group)
-        runner = make_lockstep_runner(config, child.report_phase, child.group)
+        engines = child.group.heads(config.tensor_parallel_size)
+        board = VoteBoard(engines)
+        runner = make_runner(config, child.report_phase, child.group)
         dp_core = DPEngineCore(config, runner, board, expect=child.progress.expect)
         bound = _bound(args, child, dp_core, lockstep=child.group.life)
-        return DPEngineCoreProc(dp_core, child, child.group, **bound).run
-    if child.group and child.rank:
-        return partial(run_worker, *make_worker(config, child.report_phase, child.group), child)
+        return DPEngineCoreProc(dp_core, child, engines, **bound).run
     core = EngineCore(config, make_runner(config, child.report_phase, child.group), expect=child.progress.expect)
     return EngineCoreProc(core, child, **_bound(args, child, core)).run
 

@@ -28,6 +28,7 @@ F32 = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 Index = npt.NDArray[np.intp]  # slots or rows, as numpy indexes columns by them
 
+UPDATE_SECONDS = 600.0  # that a rank takes at most to load new weights, unless its disk is very slow
 LOGPROB_CHUNK = 64  # positions whose log-probabilities over the vocabulary a runner holds at once
 MANY_VALUES = 1 << 21  # int32 values of a step's output that positions with more than MAX_LOGPROBS alternatives share
 
@@ -137,11 +138,16 @@ class StepPlan:
 
 
 class LeastSize(NamedTuple):
-    """The least size of a step, where ranks in lockstep run steps of one size: nothing in it is 0."""
+    """The least size of a step, where ranks in lockstep run steps of one size: no number in it is 0.
+
+    Attributes:
+        eager: no rank runs it from CUDA graphs.
+    """
 
     rows: int
     tokens: int
     max_query_len: int
+    eager: bool = False
 
 
 class RowLogprobs(NamedTuple):
@@ -242,6 +248,24 @@ class Runner(Protocol):
             NotSupportedError: this runner has no attention.
         """
 
+    def check_weights(self, folder: str) -> None:
+        """See whether `update_weights` will do.
+
+        Raises:
+            ModelError: unreadable, or a tensor is missing, unknown or of another shape.
+            NotSupportedError: this runner has no weights.
+        """
+
+    def update_weights(self, folder: str) -> None:
+        """Copy other weights over those of the model, on all its ranks. No step is in flight.
+
+        Args:
+            folder: of safetensors files with the names and shapes of the model's own.
+
+        Raises:
+            Exception: whatever kept it from being done; the weights may be half loaded then.
+        """
+
     def profile(self, on: bool) -> None:
         """Start tracing, or stop it.
 
@@ -253,6 +277,9 @@ class Runner(Protocol):
 
 class LockstepRunner(Runner, Protocol):
     """Runs steps of ranks in lockstep, too."""
+
+    def is_eager(self, plan: StepPlan) -> bool:
+        """Whether a row of this plan wants what no CUDA graph yields. All plans before it are launched."""
 
     def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
         """Start a step, as above.

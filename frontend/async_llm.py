@@ -158,6 +158,7 @@ class AsyncLLM(BaseLLM):
     reset_prefix_cache = beside_loop(Inspection.reset_prefix_cache)
     pause = beside_loop(Inspection.pause)
     resume = beside_loop(Inspection.resume)
+    update_weights = beside_loop(Inspection.update_weights)
     debug_requests = debug_sequence_states = beside_loop(Inspection.debug_requests)
     step_stats = beside_loop(Inspection.step_stats)
     print_memory_stats = beside_loop(Inspection.print_memory_stats)

@@ -197,11 +197,11 @@ def _finish(like: Tensor) -> Args:
 
 
 def _moe(like: Tensor) -> Args:
-    experts, hidden, inner = 5, 48, 40
+    experts, own, hidden, inner = 5, 3, 48, 40
     kv_slots = torch.tensor([3, 0, -1, 7, 9, 11, -1], dtype=torch.int32, device=like.device)
     x, scores = _randn((7, hidden), like), _randn((7, experts), like)
-    gate_up, down = _randn((experts * 2 * inner, hidden), like), _randn((experts * hidden, inner), like)
-    return x, scores, gate_up / hidden**0.5, down / inner**0.5, kv_slots, 2, True
+    gate_up, down = _randn((own * 2 * inner, hidden), like), _randn((own * hidden, inner), like)
+    return x, scores, gate_up / hidden**0.5, down / inner**0.5, kv_slots, 2, True, 1
 
 
 def _copies(like: Tensor) -> Args:

@@ -1,4 +1,4 @@
-"""Linear layers, as they lie on the ranks of an engine, and the rules by which ranks keep in step.
+"""Layers as they lie on ranks, linear ones and experts, and the rules by which ranks keep in step.
 
 Knows tensors and votes; leaves requests and steps to the engine, and processes to transport.
 """

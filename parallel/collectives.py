@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 Collective = tuple[str, tuple[int, ...], torch.dtype]
 """A method of `Collectives`, with the shape and the dtype of what it is called with."""
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+# The second names are those until torch 2.12
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives(Protocol):
@@ -30,7 +32,7 @@ class Collectives(Protocol):
     Attributes:
         rank: of this one, from 0.
         size: how many there are.
-        calls: of `all_reduce` and `all_gather` that came to their end.
+        calls: of all methods but `least` that came to their end.
     """
 
     rank: int
@@ -49,6 +51,9 @@ class Collectives(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' x [n, ...], in order: [size, n, ...]."""
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's n rows [n, ...] of the sum of all ranks' x [size * n, ...]."""
+
     def least(self, value: int) -> int:
         """The least of all ranks' numbers. For the start: it waits for the device."""
 
@@ -63,6 +68,9 @@ class Alone(Collectives):
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x
 
     def least(self, value: int) -> int:
         return value
@@ -112,19 +120,26 @@ class ProcessGroup(Collectives):
             _all_gather(gathered, x.contiguous(), group=self._group)
         return gathered.view(self.size, *x.shape)
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        own = torch.empty((len(x) // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        with self._call():
+            _reduce_scatter(own, x.contiguous(), group=self._group)
+        return own
+
     def least(self, value: int) -> int:
         number = torch.tensor(value, device=self._device)
-        dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
+        with self._call(counts=False):
+            dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
         return int(number.item())
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self, counts: bool = True) -> Iterator[None]:
         if self._waits:
             self._wait_for((self.rank + 1) % self.size)
         yield
         if self._waits:
             self._wait_for(None)
-        self.calls += 1
+        self.calls += counts
 
 
 ALONE = Alone()

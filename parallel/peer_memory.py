@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from itertools import product
 
 import torch
@@ -22,15 +23,15 @@ NEEDED = (2, 3)
 """CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED and _NATIVE_ATOMIC_SUPPORTED, which not all of PCIe has (driver API)."""
 
 
-def reaches_peers(device: torch.device, size: int) -> bool:
-    """Whether kernels of `device`, of the GPUs 0 to size - 1, can use the memory of the others as their own, flags
-    included; and a sum over so many is known."""
+def reaches_peers(device: torch.device, gpus: Sequence[int]) -> bool:
+    """Whether kernels of `device`, one of these GPUs, can use the memory of the others as their own, flags included;
+    and a sum over so many is known."""
     driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-    for attribute, peer in product(NEEDED, range(size)):
+    for attribute, peer in product(NEEDED, gpus):
         failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), attribute, device.index, peer)
         if peer != device.index and (failed or not found.value):
             return False
-    return size in MOST_BYTES
+    return len(gpus) in MOST_BYTES
 
 
 def share_buffers(group: dist.ProcessGroup, device: torch.device) -> PeerBuffers:

@@ -8,6 +8,7 @@ coordinates, and no message starts or ends a wave: the first vote of a wave is w
     running:  take in what came; plan a step; publish `vote`; if the wave begins here, ring all bells;
               wait for the votes of all ranks; `decide`:
               a step anywhere -> one forward pass on every rank, of at least the agreed size, real or dummy
+              a graph is due anywhere -> every rank captures one when its steps are back, before its next vote
               no work anywhere, or paused -> the wave is over; else go on
 
 A vote must stay readable while its rank is one agreement ahead: each rank needs two places for votes, used in turn.
@@ -40,6 +41,9 @@ class Vote(NamedTuple):
         work: 1 if it has requests or steps in flight; also while it is paused.
         wishes: the sum of those of `Wish` that were not granted yet.
         rows, tokens, max_query_len: of the step that it planned, at least 1; 0 if it planned none.
+        eager: 1 if that step cannot run from CUDA graphs: then no rank's does, as what ranks do together is replayed by
+            all of them or by none.
+        capture: 1 if it is time that ranks capture a graph. Counts as work.
     """
 
     work: int
@@ -47,6 +51,8 @@ class Vote(NamedTuple):
     rows: int = 0
     tokens: int = 0
     max_query_len: int = 0
+    eager: int = 0
+    capture: int = 0
 
 
 class Wave:
@@ -62,11 +68,13 @@ class Wave:
         settling: a pause or an end was granted just now. The next agreement follows at once and confirms it: that all
             devices are idle, or that nothing came in through a door that was closing.
         wishes: of this rank, not granted yet.
+        captures: the last agreement was that all ranks capture a graph.
     """
 
     __slots__ = (
         "_voted_work",
         "agreements",
+        "captures",
         "draining",
         "left",
         "number",
@@ -79,6 +87,7 @@ class Wave:
     def __init__(self) -> None:
         self.agreements = self.number = self.wishes = 0
         self.running = self.paused = self.draining = self.left = self.settling = self._voted_work = False
+        self.captures = False
 
     def ask(self, wish: Wish) -> None:
         """Vote for it until an agreement grants it. Of a pause and its end, both not granted yet, the later counts."""
@@ -101,18 +110,26 @@ class Wave:
         emptied = self.draining and self._voted_work and not work
         return self.running or peer_voted or bool(self.wishes) or (work and not self.paused) or emptied
 
-    def vote(self, work: bool, rows: int = 0, tokens: int = 0, max_query_len: int = 0) -> Vote:
+    def vote(
+        self,
+        work: bool,
+        rows: int = 0,
+        tokens: int = 0,
+        max_query_len: int = 0,
+        eager: bool = False,
+        capture: bool = False,
+    ) -> Vote:
         """This rank's vote in the next agreement, to be published under its number `agreements`."""
         self.agreements += 1
         self.running, self._voted_work = True, work
-        return Vote(work, self.wishes, rows, tokens, max_query_len)
+        return Vote(work, self.wishes, rows, tokens, max_query_len, eager, capture)
 
-    def decide(self, votes: Sequence[Vote]) -> tuple[int, int, int] | None:
+    def decide(self, votes: Sequence[Vote]) -> tuple[int, int, int, bool] | None:
         """Act on the votes of all ranks in the last agreement.
 
         Returns:
-            The least (rows, tokens, max_query_len) of the forward pass that every rank runs now; None if there is none.
-            A step that was planned before a pause was granted runs.
+            The least (rows, tokens, max_query_len) of the forward pass that every rank runs now, and whether it is
+            eager; None if there is none. A step that was planned before a pause was granted runs.
         """
         before = self.paused, self.draining
         work = any(vote.work for vote in votes)
@@ -127,5 +144,6 @@ class Wave:
         self.left = before[1] and not work
         self.running = not self.left and ((work and not self.paused) or self.settling)
         self.number += not self.running
-        sizes = [vote[2:] for vote in votes if vote.rows]
-        return (max(s[0] for s in sizes), max(s[1] for s in sizes), max(s[2] for s in sizes)) if sizes else None
+        rows, tokens, max_query_len, eager, captures = map(max, zip(*(vote[2:] for vote in votes), strict=True))
+        self.captures = bool(captures)
+        return (rows, tokens, max_query_len, bool(eager)) if rows else None

@@ -54,9 +54,10 @@ def join(rank: int, size: int, store: int) -> ProcessGroup:
     """This process as one of the ranks."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = ranks.join(store, rank, size, device, lambda _rank: None)
+    group = ranks.join(store, rank, size, size, False, device, lambda _rank: None).tensor
+    assert isinstance(group, ProcessGroup)
     if group.peers is None:
-        sys.exit(f"rank {rank}: these GPUs do not reach each other: {peer_memory.reaches_peers(device, size)=}")
+        sys.exit(f"rank {rank}: these GPUs do not reach each other: {peer_memory.reaches_peers(device, range(size))=}")
     return group
 
 

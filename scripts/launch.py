@@ -50,10 +50,11 @@ def device_map(config: EngineConfig) -> Mapping[str, str]:
     Raises:
         ConfigError: too few GPUs.
     """
+    found, size = [place for ranks in places(config) for place in ranks], config.tensor_parallel_size
+    group = len(found) if config.dp_lockstep else size
     return {
-        f"engine {index}" + (f" rank {rank}" if len(ranks) > 1 else ""): place.name
-        for index, ranks in enumerate(places(config))
-        for rank, place in enumerate(ranks)
+        f"engine {number // size}" + (f" rank {number % group}" if group > 1 else ""): place.name
+        for number, place in enumerate(found)
     }
 
 

@@ -55,7 +55,8 @@ TIERS = {
     ),
     "parallel": (
         ("sampler",),
-        ("layers", "ranks"),
+        ("experts", "ranks"),
+        ("layers",),
         ("collectives", "peer_memory", "wave"),
     ),
     "kernels": (
@@ -96,6 +97,7 @@ SAME_FILE_NAMES = {
     "__main__",
     "admission",
     "chat",
+    "experts",
     "layers",
     "messages",
     "request",

@@ -14,14 +14,14 @@ from typing import Annotated, Literal, Self
 from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
 from wavecore.engine_core.api.request_options import DEADLINE, MAX_ENGINES
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SEED
-from wavecore.transport.errors import ConfigError, NotSupportedError
+from wavecore.transport.errors import ConfigError
 from wavecore.transport.wire.checks import MAX_TOKEN_ID, Checker
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority", "hybrid"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 8192  # defaults
-MAX_LOCKSTEP_RANKS = 256  # of a group's memory
+MAX_LOCKSTEP_RANKS = 256  # engines, by the words of a group's memory
 # Bounds of settings; above the most of a whole number an engine would only die later, of memory
 COUNT = Bounds(1, (1 << 63) - 1)
 ABOVE_ZERO = Bounds(0.0, math.inf, above=True)
@@ -103,6 +103,8 @@ class EngineConfig:
             the CPU's threads; requests go to the least loaded.
         dp_lockstep: data-parallel engines run the same number of forward passes, as models need whose engines share
             some of the work: all wait for the slowest, pause and end together, and are one failure domain.
+        enable_expert_parallel: of a mixture of experts each rank of all engines holds some experts whole, as many as
+            the others, and computes them for the tokens of all; data-parallel engines then run in lockstep.
     """
 
     model: str = "default"
@@ -152,14 +154,15 @@ class EngineConfig:
     check_ranks: bool = False
     data_parallel_size: Annotated[int, Bounds(1, MAX_ENGINES)] = 1
     dp_lockstep: bool = False
+    enable_expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         make_plain(self, CHECKS)
+        if self.enable_expert_parallel and self.data_parallel_size > 1:
+            object.__setattr__(self, "dp_lockstep", True)
         if self.dp_lockstep and not 1 < self.data_parallel_size <= MAX_LOCKSTEP_RANKS:
             size = f"data_parallel_size is {self.data_parallel_size}"
             raise ConfigError(f"dp_lockstep needs a data_parallel_size of 2 to {MAX_LOCKSTEP_RANKS}; {size}")
-        if self.dp_lockstep and self.tensor_parallel_size > 1:
-            raise NotSupportedError("dp_lockstep with tensor_parallel_size above 1; leave one of them out")
         if self.max_num_batched_tokens >= self.max_num_seqs:
             return
         if self.max_num_seqs == MAX_NUM_SEQS:

@@ -2,7 +2,8 @@
 
 An engine's processes see exactly its own GPUs, through CUDA_VISIBLE_DEVICES: rank r computes on "cuda:r", and no
 context, library or fault of theirs touches a neighbour's. All ranks of an engine see the same list: what maps memory of
-one GPU into another's process (torch's symmetric memory) wants each rank to have a number of its own.
+one GPU into another's process (torch's symmetric memory) wants each rank to have a number of its own. Engines in
+lockstep are one in this respect.
 
 How CUDA reads that variable, and so how it is read here: CUDA C++ Programming Guide, "CUDA Environment Variables", and
 torch.cuda, which counts by the same rules. Which GPUs there are stands in the driver's files: it is not started.
@@ -83,7 +84,9 @@ def places(
             f"{device!r} has {len(gpus)} of {len(visible)} visible ones ({VISIBLE}: {environ.get(VISIBLE, 'not set')})"
             f"; look at nvidia-smi and {VISIBLE}, lower either size, or set device cpu"
         )
-    return [_neighbours(gpus[first : first + ranks], device) for first in range(0, count, ranks)]
+    size = count if config.dp_lockstep else ranks
+    found = [place for first in range(0, count, size) for place in _neighbours(gpus[first : first + size], device)]
+    return [found[first : first + ranks] for first in range(0, count, ranks)]
 
 
 def stage_places(

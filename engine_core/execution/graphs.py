@@ -67,31 +67,37 @@ class StepGraphs:
         """Some part without a graph ran so often, and there is room for its graph."""
         return bool(self._uses) and len(self._graphs) < self.most and max(self._uses.values()) >= uses
 
-    def capture(self, least: Callable[[int], int] = int) -> None:
+    def capture(self, least: Callable[[int], int] = int, shared: Callable[..., object] | None = None) -> None:
         """Make the graph of the part that ran most often. Where that fails, the part is run as before. No other is
         tried where a capture broke, as it does when something waits for the device meanwhile, and where the reserve of
         memory is used up.
 
         Args:
             least: of all ranks' numbers. What ranks do together is replayed by all of them or by none.
+            shared: the function whose parts all ranks run equally often, though not all have the same others: its parts
+                go first, so that all ranks choose the same one.
         """
-        [(part, _)] = self._uses.most_common(1)
-        del self._uses[part]
-        graph, before = None, self._taken()
+        part = max(self._uses, key=lambda part: (part[0] == shared, self._uses[part]), default=None)
+        if self.most and part is not None:
+            del self._uses[part]
+            before = self._taken()
+            self._graphs[part] = self._tried(part)
+            self.room -= _growth(before, self._taken())
+        if not least(part is None or self._graphs.get(part) is not None) and part is not None:
+            self._graphs[part] = None
+        if not least(self._broken is None and self.room > 0) and self.most:
+            self.most = 0
+            if self.room <= 0:
+                logger.warning("%d CUDA graphs took the memory reserved for them: no more are made", len(self._graphs))
+
+    def _tried(self, part: Part) -> torch.cuda.CUDAGraph | None:
         try:
-            graph = self._captured(part)
+            return self._captured(part)
         except Exception as error:
             name, args = part[0].__name__, part[1]
             reason = first_line(error.__context__ or error)  # at the end of a broken capture it says only that
             logger.warning("no CUDA graph of %s%s, which runs without one: %s", name, args, reason)
-        self.room -= _growth(before, self._taken())
-        if not least(graph is not None):
-            graph = None
-        self._graphs[part] = graph
-        if not least(self._broken is None and self.room > 0):
-            self.most = 0
-            if self.room <= 0:
-                logger.warning("%d CUDA graphs took the memory reserved for them: no more are made", len(self._graphs))
+            return None
 
     def clear(self) -> None:
         """Forget all graphs, since something that they read or write has moved."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from wavecore.engine_core.plan import OutOfMemory
+from wavecore.transport.errors import ResourceError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -21,7 +22,7 @@ def first_line(error: BaseException) -> str:
 
 def shortage(error: BaseException) -> str:
     """What the error says of memory that was short, or its cause: a capture says only that it failed. Else ""."""
-    if isinstance(error, OutOfMemory) or is_out_of_memory(error):
+    if isinstance(error, OutOfMemory | ResourceError) or is_out_of_memory(error):
         return first_line(error)
     if isinstance(error, RuntimeError) and error.__context__ is not None:
         return shortage(error.__context__)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from itertools import chain, product
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,14 +34,18 @@ from wavecore.engine_core.execution.pinned_copies import CopyOut, pinned_zeros, 
 from wavecore.engine_core.execution.step_extras import NO_ROWS, Extras, room_for_extras
 from wavecore.engine_core.execution.step_shape import Bucket, Buckets, StepShape
 from wavecore.engine_core.models.decoder import Decoder
+from wavecore.engine_core.models.shard import Shard
+from wavecore.engine_core.models.weights import open_folder, refill
 from wavecore.engine_core.plan import F32, LeastSize, OutOfMemory, PendingStep, RunnerInfo, StepPlan
 from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers, StepRows
 from wavecore.kernels.sampling.rows import SamplingRows
 from wavecore.parallel.collectives import Collective
 from wavecore.parallel.sampler import collectives, sample
+from wavecore.transport.errors import NotSupportedError, ResourceError
 
 PAID = "the other ranks wait for nothing"
+EAGER = EMBEDS | PROMPT_LOGPROBS | POOLS  # what no graph of `forward` yields
 
 
 class ModelRunner:
@@ -51,6 +56,7 @@ class ModelRunner:
         info: what the loader resolved so far.
         max_num_seqs, max_num_batched_tokens: bounds of a plan.
         sizes: of steps; see `Buckets`.
+        shard: this rank's share; None is all of the model.
 
     Attributes:
         hidden: [max_num_seqs, hidden]; `forward` writes the normalised hidden state of each row's last token.
@@ -66,9 +72,11 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         sizes: Sequence[int] | None = None,
+        shard: Shard | None = None,
     ) -> None:
         self.info = info
         self.model = model
+        self.shard = shard or Shard(model.spec)
         self.device = model.embedding.device
         self.state = DeviceState(max_num_seqs, info, self.device, model.columns)
         self.buffers = BatchBuffers.allocate(max_num_batched_tokens, max_num_seqs, self.state.max_blocks, self.device)
@@ -135,34 +143,35 @@ class ModelRunner:
     def start(self, plan: StepPlan, least: LeastSize | None = None) -> Launched:
         """Begin the plan's block copies, apply its events, run its rows, and begin to fetch what they produce."""
         with self._out_of_memory(plan):
-            if plan.captures and not self.graphs.wanted(1):  # no part is without its graph: a size did not run yet
+            if plan.captures and self.unmet and not self.graphs.wanted(1):
                 self.meet()
             self.copies.join(plan.after)
             self.copies.start(plan, self.kv_cache, self.host_kv_cache)
-            shape, state = StepShape(plan, self.buckets, least), self.state
+            shape = StepShape(plan, self.buckets, least, self.model.exchange.size > 1)
+            state, eager = self.state, least is not None and least.eager
             state.begin(plan.new_requests)
             extras = Extras(shape, state, self.out)
             more_changes = state.input.bring(shape, extras.logprob_rows, state.sampling.host_columns)
             if more_changes is not None:
                 ops.update_block_table(state.block_table, more_changes)
             self.copies.join_copies()
-            if plan.captures and self.graphs.wanted(1):
-                self.graphs.capture(self.model.group.least)
+            if plan.captures:
+                self.graphs.capture(self.model.least, self.forward if self.model.exchange.size > 1 else None)
             if not shape.bucket.rows:
                 ops.update_block_table(state.block_table, state.input.changes)
                 return Launched(shape, None, extras, self.copies)
             self.out.clear()
             with self._marked("forward"), self._paying(shape, extras, self._of_forward, self._of_sample):
-                self._forward(shape, extras)
+                self._forward(shape, extras, eager)
             if shape.num_samples:
                 with self._marked("sample"), self._paying(shape, extras, self._of_sample):
                     self._sample(shape, extras)
             return Launched(shape, self.out.send(), extras, self.copies)
 
-    def _forward(self, shape: StepShape, extras: Extras) -> None:
+    def _forward(self, shape: StepShape, extras: Extras, eager: bool) -> None:
         """Queue a step's first part."""
         options = extras.options
-        if shape.has_graph and not options & (EMBEDS | PROMPT_LOGPROBS | POOLS):
+        if shape.has_graph and not (eager or options & EAGER):
             self.graphs.run(self.forward, shape.bucket)
             return
         x, residual = self.forward(shape.bucket, shape if options & EMBEDS else None)
@@ -192,12 +201,18 @@ class ModelRunner:
     def _paying(
         self, shape: StepShape, extras: Extras, *parts: Callable[[StepShape, Extras], list[Collective]]
     ) -> Iterator[None]:
-        """If memory runs out, still do with the other ranks what they wait for: the rest of what these parts do."""
+        """If memory runs out, still do with the other ranks what they wait for: the rest of what these parts do.
+
+        Raises:
+            ResourceError: memory ran out, and other engines compute with what this rank should have computed.
+        """
         group = self.model.group
         calls = group.calls
         try:
             yield
         except (MemoryError, RuntimeError) as error:
+            if self.model.exchange.size > 1 and is_out_of_memory(error):
+                raise ResourceError(f"no memory for a step that engines share: {first_line(error)}") from error
             if group.size > 1 and is_out_of_memory(error):
                 owed = [*chain.from_iterable(part(shape, extras) for part in parts)]
                 for name, size, dtype in owed[group.calls - calls :]:
@@ -279,6 +294,12 @@ class ModelRunner:
         columns = np.full(rows, -1), np.zeros(rows, np.int32), np.ones(rows, np.int32), np.ones(rows, np.bool_)
         self.state.input.bring(StepShape(StepPlan(-1, *columns), None), NO_ROWS, self.state.sampling.host_columns)
 
+    def is_eager(self, plan: StepPlan) -> bool:
+        for new in plan.new_requests:
+            if new.prompt_embeds is not None or new.pooling or new.params.prompt_logprobs is not None:
+                return True
+        return bool(np.any(self.state.options[plan.slots] & EAGER))
+
     @torch.inference_mode()
     def reserve_graphs(self) -> int:
         """Let steps have CUDA graphs from now on.
@@ -324,11 +345,23 @@ class ModelRunner:
 
         Raises:
             ValidationError: no such layer, head or token, or a prompt too long to show.
+            NotSupportedError: other engines have experts of this model.
         """
+        if self.model.exchange.size > 1:
+            raise NotSupportedError("an attention map of engines that share experts: ask an engine that has them all")
         return attention_map(self.model, self.info, prompt, layer, head)
 
     def _marked(self, name: str) -> AbstractContextManager[None]:
         return torch.cuda.nvtx.range(name) if self.marks else nullcontext()
+
+    def check_weights(self, folder: str) -> None:
+        with open_folder(Path(folder), self.shard.whole, self.device):
+            pass
+
+    def update_weights(self, folder: str) -> None:
+        with open_folder(Path(folder), self.shard.whole, self.device) as tensors:
+            refill(tensors, self.shard, self.model.parameters, lambda _phase, _fraction: None)
+        self.model.group.least(0)  # on all ranks of this engine
 
     def profile(self, on: bool) -> None:
         """Start tracing, or stop it."""

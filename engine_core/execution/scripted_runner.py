@@ -130,7 +130,8 @@ class ScriptedRunner:
         group: GroupMemory | None = None,
     ) -> None:
         self.script = script or Script.read(config.model)
-        self.chain = StepChain(group) if group and not config.dp_lockstep else None
+        size = config.tensor_parallel_size
+        self.chain = StepChain(group.part(size)) if group and size > 1 else None
         self.faults = self.script.faults_of(group.rank if group else 0)
         _load(self.script, self.faults, progress or (lambda *_: None))
         host = self.script.num_host_blocks if config.swap_space_gib > 0 else 0
@@ -169,6 +170,9 @@ class ScriptedRunner:
         self.queue.append(pending)
         return pending
 
+    def is_eager(self, plan: StepPlan) -> bool:  # noqa: ARG002 (the interface)
+        return False
+
     def memory_stats(self) -> dict[str, int]:
         return {"kv_cache_bytes": self.blocks.nbytes, "host_kv_cache_bytes": self.host_blocks.nbytes}
 
@@ -177,6 +181,11 @@ class ScriptedRunner:
 
     def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:  # noqa: ARG002 (the interface)
         raise NotSupportedError("a scripted model has no attention")
+
+    def check_weights(self, folder: str) -> None:  # noqa: ARG002 (the interface)
+        raise NotSupportedError("a scripted model has no weights")
+
+    update_weights = check_weights
 
     def profile(self, on: bool) -> None:  # noqa: ARG002 (the interface)
         raise NotSupportedError("a scripted model runs nothing that could be profiled")
@@ -330,7 +339,7 @@ class ScriptedWorker:
     """A rank above 0: follows the steps of rank 0, and computes nothing."""
 
     def __init__(self, config: EngineConfig, progress: Progress, group: GroupMemory) -> None:
-        self.script, self.chain = Script.read(config.model), StepChain(group)
+        self.script, self.chain = Script.read(config.model), StepChain(group.part(config.tensor_parallel_size))
         self.progress, self.faults = group.progress, self.script.faults_of(group.rank)
         _load(self.script, self.faults, progress)
 

@@ -82,6 +82,7 @@ class StepShape:
         buckets: None pads nothing.
         least: of a step in lockstep, which has at least a padding row; see `LockstepRunner.launch`. Above the largest
             padded size each rank's step has its own size, and none a graph.
+        exchanges: the ranks exchange their tokens, so their steps are of one size whatever it is, on any device.
 
     Attributes:
         ends: int32 [rows], as of the plan.
@@ -91,7 +92,9 @@ class StepShape:
         has_graph: whether the bucket may have one.
     """
 
-    def __init__(self, plan: StepPlan, buckets: Buckets | None, least: LeastSize | None = None) -> None:
+    def __init__(
+        self, plan: StepPlan, buckets: Buckets | None, least: LeastSize | None = None, exchanges: bool = False
+    ) -> None:
         rows, tokens = plan.num_rows, plan.num_tokens
         self.plan, self.ends, self.num_tokens = plan, plan.ends, tokens
         self.num_samples = int(np.count_nonzero(plan.samples))
@@ -103,12 +106,12 @@ class StepShape:
             found = Bucket(tokens, rows, num_decode_rows, int(plan.query_lens.max()))
         if least is not None and not rows:
             found = Bucket(1, 1, 1, 1)
-        self.has_graph = False
+        fits = buckets is not None and (least is None or least.tokens <= buckets.tokens[-1])
+        if least is not None and (fits or exchanges):
+            found = found.at_least(least)
         if buckets is not None and found.rows:
-            fits = least is None or least.tokens <= buckets.tokens[-1]
-            found = buckets.padded(found.at_least(least) if least is not None and fits else found)
-            self.has_graph = fits and found in buckets.graphs
-        self.bucket = found
+            found = buckets.padded(found)
+        self.bucket, self.has_graph = found, fits and buckets is not None and found in buckets.graphs
 
 
 def bucket(size: int, limit: int) -> int:

@@ -37,7 +37,8 @@ class Uploads:
         goal = target.view(-1).view(torch.uint8)
         assert len(source) == len(goal)
         if self.stream is None:
-            goal.copy_(torch.from_numpy(source))
+            if goal.is_cpu:  # else it has no memory
+                goal.numpy()[:] = source
             return
         with torch.cuda.stream(self.stream):
             done = 0

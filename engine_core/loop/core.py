@@ -18,13 +18,21 @@ from wavecore.engine_core.loop.admission import check_room, request_from_add
 from wavecore.engine_core.loop.recovery import recover
 from wavecore.engine_core.loop.stats import Stats
 from wavecore.engine_core.loop.utilities import Utilities
-from wavecore.engine_core.plan import OutOfMemory, PendingStep, RequestFault, Runner, StepPlan, StepResult
+from wavecore.engine_core.plan import (
+    UPDATE_SECONDS,
+    OutOfMemory,
+    PendingStep,
+    RequestFault,
+    Runner,
+    StepPlan,
+    StepResult,
+)
 from wavecore.engine_core.request import Request
 from wavecore.engine_core.scheduling.pace import Pace
 from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.scheduler import Scheduler
 from wavecore.engine_core.scheduling.step_update import update
-from wavecore.transport.errors import Overloaded, WavecoreError, from_code
+from wavecore.transport.errors import EngineDead, Overloaded, WavecoreError, from_code
 from wavecore.transport.wire.messages import U32, Add, FinishReason, StepTokens
 
 CAPTURE_SECONDS, OFTEN = 0.2, 8
@@ -54,7 +62,7 @@ class EngineCore:
         self.pace = Pace(config, runner.info)
         self.scheduler = Scheduler(config, self.requests, self.pace, runner.info)
         self.stats = Stats(self.requests, log=config.log_stats)
-        self.utilities = Utilities(config, self.requests, self.scheduler, runner, self.stats)
+        self.utilities = Utilities(config, self.requests, self.scheduler, runner, self.stats, self.update_weights)
         self.in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()
         self.draining = False
         self._clock, self._expect = clock, expect
@@ -145,8 +153,9 @@ class EngineCore:
         """The next step: what the scheduler says, or a capture once the steps in flight are back."""
         if not self._capture_is_due():
             return self.scheduler.schedule()
-        if self.in_flight:
-            return None
+        return None if self.in_flight else self._capture()
+
+    def _capture(self) -> StepPlan:
         self._captured_at = self._clock()
         return self.scheduler.capture()
 
@@ -186,6 +195,26 @@ class EngineCore:
             self.scheduler.budget.step_fitted()
             self._measure(plan, launched)
         return plan, result
+
+    def update_weights(self, folder: str) -> None:
+        """Load other weights between two steps; requests go on with the KV cache that they have.
+
+        Args:
+            folder: see `Runner.update_weights`.
+
+        Raises:
+            EngineDead: it failed, perhaps half-way.
+        """
+        while self.in_flight:
+            if (done := self.wait()) is not None:
+                update(self.requests, *done)
+        self._expect(UPDATE_SECONDS)
+        try:
+            self.runner.update_weights(folder)
+        except Exception as error:
+            raise EngineDead(f"the new weights of {folder} are loaded in part: {error}") from error
+        self._expect(0.0)
+        self.requests.reset_prefix_cache()
 
     def _recover(self, fault: RequestFault | OutOfMemory, failed: StepPlan) -> None:
         self.in_flight.clear()

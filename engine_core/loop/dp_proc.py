@@ -44,7 +44,7 @@ class DPEngineCore(EngineCore):
     @property
     def has_work(self) -> bool:
         """Something to do in this turn; a paused rank has requests and nothing to do."""
-        if self.in_flight or self.requests.outputs:
+        if self.in_flight or self.requests.outputs or self.wave.captures:
             return True
         return self.wave.joins(super().has_work, False, self.peer_voted())
 
@@ -54,8 +54,9 @@ class DPEngineCore(EngineCore):
 
     def launch(self, plan: StepPlan | None) -> bool:
         """Launch the plan, or a dummy beside another rank's; without either, nothing."""
-        if plan is None and self.in_flight and self._capture_is_due():
-            return False  # a graph is captured beside no step: these come back first, and the others wait for the vote
+        if self.wave.captures:  # agreed last, and done by all ranks before they vote again
+            self.wave.captures = plan is None  # not yet: steps in flight come back first
+            return super().launch(plan)
         least = self.dispatch(plan)
         if least is None:
             return False
@@ -74,20 +75,20 @@ class DPEngineCore(EngineCore):
         Raises:
             EngineDead: a rank has ended.
         """
-        wave = self.wave
-        work = plan is not None or super().has_work
+        wave, work = self.wave, plan is not None or super().has_work
         joins_peer = not wave.running and self.peer_voted()
         if not wave.joins(work, bool(self.in_flight), joins_peer):
             return None
         begins = not (wave.running or joins_peer)
-        vote = wave.vote(work) if plan is None else wave.vote(work, *_size(plan))
+        size = (0, 0, 0, False) if plan is None else (*_size(plan), self.runner.is_eager(plan))
+        vote = wave.vote(work, *size, capture=self._capture_is_due())
         self.board.publish(wave.agreements, vote)
         if begins:
             self.board.ring_others()
-        size = wave.decide([Vote(*vote) for vote in self.board.wait(wave.agreements)])
+        agreed = wave.decide([Vote(*vote) for vote in self.board.wait(wave.agreements)])
         self.draining = self.draining or wave.draining
         self.requests.totals.waves = wave.number
-        return None if size is None else LeastSize(*size)
+        return None if agreed is None else LeastSize(*agreed)
 
     def execute_dummy_batch(self, least: LeastSize) -> None:
         """Launch a forward pass that computes nothing and writes no block, because other ranks launch theirs."""
@@ -102,8 +103,20 @@ class DPEngineCore(EngineCore):
         self.requests.land(pending.wait().transferred)
         return None
 
+    def update_weights(self, folder: str) -> None:
+        """As of `EngineCore`, in a pause.
+
+        Raises:
+            ValidationError: the group is not paused.
+        """
+        if not self.wave.paused or self.wave.settling or self.in_flight:
+            raise ValidationError("method", "update_weights of engines in lockstep needs a pause")
+        super().update_weights(folder)
+
     def _plan(self) -> StepPlan | None:
-        return None if self.wave.paused else super()._plan()
+        if self.wave.captures:
+            return None if self.in_flight else self._capture()
+        return None if self.wave.paused else self.scheduler.schedule()
 
     def _capture_is_due(self) -> bool:
         """Not more often without requests than beside them: the other ranks wait meanwhile, and may have some."""

@@ -28,7 +28,7 @@ from wavecore.engine_core.api.config import MEMORY_ADVICE
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.request import Request
 from wavecore.transport.curve import CurveServer
-from wavecore.transport.errors import WavecoreError, as_wavecore_error
+from wavecore.transport.errors import EngineDead, WavecoreError, as_wavecore_error
 from wavecore.transport.io.complaints import Complaints
 from wavecore.transport.io.input_pump import InputPump
 from wavecore.transport.io.io_thread import IoThreadFailed
@@ -198,6 +198,8 @@ class EngineCoreProc:
     def _call(self, item: Utility) -> None:
         try:
             value, frames = self.core.utilities.call(item.method, item.args)
+        except EngineDead:
+            raise
         except WavecoreError as error:
             self._output.put_result(item.client_id, item.call, error=error)
         except Exception as error:  # a failed call fails its caller, not the engine

@@ -33,7 +33,13 @@ class Utilities:
     """Reads what the loop works on; called between steps, in its thread."""
 
     def __init__(
-        self, config: EngineConfig, requests: Requests, scheduler: Scheduler, runner: Runner, stats: Stats
+        self,
+        config: EngineConfig,
+        requests: Requests,
+        scheduler: Scheduler,
+        runner: Runner,
+        stats: Stats,
+        update_weights: Callable[[str], None],
     ) -> None:
         self._config, self._stats = config, stats
         self._requests = requests
@@ -50,6 +56,8 @@ class Utilities:
             "export_trace": stats.chrome_trace,
             "attention_map": self.attention_map,
             "profile": runner.profile,
+            "check_weights": runner.check_weights,
+            "update_weights": update_weights,
         }
 
     def call(self, method: str, args: Mapping[str, Any]) -> tuple[Any, list[TensorFrame]]:

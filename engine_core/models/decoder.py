@@ -7,7 +7,8 @@
 
 The residual r is added inside the norm, so a layer has two fused norms, four matrix products and three other kernels.
 Where ranks share the model, each has a part of x behind a Wo or Wdown, and the next norm is of the sum over ranks.
-In a mixture of experts the MLP is a router's product and `ops.moe`, and perhaps an expert that all tokens share.
+In a mixture of experts the MLP is a router's product and `ops.moe`, on the ranks that have the experts, and perhaps an
+expert that all tokens share.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from wavecore.engine_core.models.weights import Parameters
 from wavecore.kernels import ops
 from wavecore.kernels.batch import Batch
 from wavecore.parallel.collectives import ALONE, Collective, Collectives
+from wavecore.parallel.experts import Exchange, spread_experts
 from wavecore.parallel.layers import embedding, gathered, linear, partial_linear
 
 Observer = Callable[[int, Tensor], None]
@@ -61,14 +63,23 @@ class Decoder:
         parameters: as `ModelSpec.shapes` names them, all of one dtype on one device.
         length: positions that the rotary tables cover.
         group: the ranks that share the model; all call the same methods with the same arguments.
+        exchange: between engines that share the experts; all run `forward` with as many tokens.
 
     Attributes:
         lm_head: [columns of this rank, hidden].
         columns: their vocabulary ids; what is not below the vocabulary's size is padding.
     """
 
-    def __init__(self, spec: ModelSpec, parameters: Parameters, length: int, group: Collectives = ALONE) -> None:
-        self.spec, self.group = spec, group
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: Parameters,
+        length: int,
+        group: Collectives = ALONE,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self.spec, self.group, self.exchange = spec, group, exchange or Exchange()
+        self.parameters = parameters
         self.embedding = parameters["embed"]
         self.norm = parameters["norm"]
         self.lm_head = parameters["embed" if spec.tied else "lm_head"]
@@ -108,6 +119,7 @@ class Decoder:
         """
         spec, eps, offset = self.spec, self.spec.rms_norm_eps, self.spec.norm_offset
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        kv_slots = self.exchange.gather(batch.kv_slots)
         residual: Tensor | None = None
         for i, layer in enumerate(self.layers):
             if residual is None:
@@ -124,7 +136,7 @@ class Decoder:
             x = ops.paged_attention(q, kv_cache, i, batch, spec.scale, spec.attn_soft_cap, spec.windows[i])
             x = partial_linear(x, layer.o, layer.o_bias, self.group)
             x, residual = self._summed_norm(x, residual, layer.post_attn_norm, layer.mlp_norm)
-            x = self._mlp(layer, x) if layer.router is None else self._experts(layer, x, batch)
+            x = self._mlp(layer, x) if layer.router is None else self._experts(layer, x, kv_slots)
         assert residual is not None
         last_norm = self.layers[-1].post_mlp_norm
         if last_norm is None:
@@ -152,15 +164,19 @@ class Decoder:
         activation = ops.gelu_tanh_mul if self.spec.gelu else ops.silu_mul
         return activation(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down
 
-    def _experts(self, layer: Layer, x: Tensor, batch: Batch) -> Tensor:
+    def _experts(self, layer: Layer, x: Tensor, kv_slots: Tensor) -> Tensor:
         """This rank's part of a mixture of experts; padding goes to none."""
         gate_up, down, spec = layer.experts_gate_up, layer.experts_down, self.spec
         assert layer.router is not None and gate_up is not None and down is not None
-        scores = linear(x, layer.router)
-        out = ops.moe(x, scores, gate_up, down, batch.kv_slots, spec.experts_per_token, spec.norm_experts)
+        choice = spec.experts_per_token, spec.norm_experts, spec.first_expert
+        out = spread_experts(x, layer.router, gate_up, down, kv_slots, *choice, self.exchange)
         if layer.shared_gate is not None:
             out += linear(x, layer.shared_gate).sigmoid_() * linear(*self._inner(layer, x))
         return out
+
+    def least(self, value: int) -> int:
+        """The least of the numbers of all ranks that compute together; see `Collectives.least`."""
+        return self.exchange.least(self.group.least(value))
 
     def sums(self, num_tokens: int) -> list[Collective]:
         """What `embed` and `forward` of so many tokens do with the other ranks."""

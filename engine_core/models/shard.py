@@ -1,7 +1,8 @@
 """One rank's share of a model: its own architecture in numbers, and what of each parameter it holds.
 
 Ranks share heads, the MLP's inner width and the rows of the vocabulary (see parallel/layers.py); norms, and the biases
-behind sums over ranks, are whole on each. Where there are more ranks than KV heads, several hold the same one.
+behind sums over ranks, are whole on each. Where there are more ranks than KV heads, several hold the same one. Experts
+are shared like other MLPs, or each rank has some whole ones (see parallel/experts.py).
 """
 
 from __future__ import annotations
@@ -28,19 +29,32 @@ class Cut:
 class Shard:
     """The share of `rank` of `size` in a model.
 
+    Attributes:
+        expert_ranks, expert_rank: ranks of all engines over which whole experts are spread, and which of them this is;
+            of one, experts are shared over `size` ranks.
+
     Raises:
-        ConfigError: the heads, or the MLP, do not divide; with the sizes that work.
+        ConfigError: the heads, or the MLP, or the experts, do not divide; with the sizes that work.
     """
 
     whole: ModelSpec
     size: int = 1
     rank: int = 0
+    expert_ranks: int = 1
+    expert_rank: int = 0
 
     def __post_init__(self) -> None:
-        if not _divides(self.whole, self.size):
-            spec = self.whole
-            widths = [n for n in (spec.intermediate_size, spec.expert_size, spec.shared_size) if n]
-            sizes = ", ".join(str(n) for n in range(1, spec.num_heads + 1) if _divides(spec, n))
+        spec = self.whole
+        if self.expert_ranks > 1 and (not spec.num_experts or spec.num_experts % self.expert_ranks):
+            numbers = ", ".join(str(n) for n in range(1, spec.num_experts + 1) if spec.num_experts % n == 0)
+            works = f"numbers of ranks that work: {numbers}" if numbers else "leave it out"
+            raise ConfigError(
+                f"enable_expert_parallel: {spec.num_experts} experts do not divide over {self.expert_ranks} ranks, "
+                f"data_parallel_size x tensor_parallel_size; {works}"
+            )
+        if not self._divides(self.size):
+            widths = [n for n in (spec.intermediate_size, self._expert_width, spec.shared_size) if n]
+            sizes = ", ".join(str(n) for n in range(1, spec.num_heads + 1) if self._divides(n))
             raise ConfigError(
                 f"tensor_parallel_size {self.size}: {spec.num_heads} heads, {spec.num_kv_heads} KV heads and the "
                 f"MLP's width {' and '.join(map(str, widths))} do not divide so; sizes that work: {sizes}"
@@ -55,9 +69,11 @@ class Shard:
             num_heads=spec.num_heads // self.size,
             num_kv_heads=max(1, spec.num_kv_heads // self.size),
             intermediate_size=spec.intermediate_size // self.size,
-            expert_size=spec.expert_size // self.size,
+            expert_size=spec.expert_size if self._is_spread else spec.expert_size // self.size,
             shared_size=spec.shared_size // self.size,
             num_shards=self.size,
+            first_expert=self.expert_rank * (spec.num_experts // self.expert_ranks),
+            own_experts=spec.num_experts // self.expert_ranks,
         )
 
     def cuts(self, param: str) -> list[Cut]:
@@ -70,6 +86,9 @@ class Shard:
         kind = name.removesuffix("_bias")
         if kind == "qkv":
             return self._qkv()
+        if self._is_spread and kind.startswith("experts"):
+            rows = self.spec.shapes()[param][0]
+            return [Cut(self.expert_rank * rows, (self.expert_rank + 1) * rows)]
         if kind in ("gate_up", "experts_gate_up"):
             pairs = self.whole.num_experts if kind == "experts_gate_up" else 1
             width, own = (s.shapes()[param][0] // (2 * pairs) for s in (self.whole, self.spec))
@@ -95,7 +114,16 @@ class Shard:
             Cut(values + kv, values + kv + width, query + width),
         ]
 
+    @property
+    def _is_spread(self) -> bool:
+        return self.expert_ranks > 1
 
-def _divides(spec: ModelSpec, size: int) -> bool:
-    widths = spec.num_heads, spec.intermediate_size, spec.expert_size, spec.shared_size
-    return not (any(n % size for n in widths) or (spec.num_kv_heads % size and size % spec.num_kv_heads))
+    @property
+    def _expert_width(self) -> int:
+        """What ranks share of an expert."""
+        return 0 if self._is_spread else self.whole.expert_size
+
+    def _divides(self, size: int) -> bool:
+        spec = self.whole
+        widths = spec.num_heads, spec.intermediate_size, self._expert_width, spec.shared_size
+        return not (any(n % size for n in widths) or (spec.num_kv_heads % size and size % spec.num_kv_heads))

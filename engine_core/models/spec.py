@@ -6,8 +6,8 @@ lm_head             [vocab, hidden]                         unless tied to embed
 norm                [hidden]                                always
 layers.N.*          input_norm, qkv(_bias), q_norm, k_norm, o(_bias), post_attn_norm,
                     mlp_norm, gate_up(_bias), down(_bias), post_mlp_norm
-... of experts      router [experts, hidden], experts_gate_up [experts * 2 * expert_size, hidden],
-                    experts_down [experts * hidden, expert_size]; with a shared expert shared_gate [1, hidden], and
+... of experts      router [experts, hidden], experts_gate_up [own experts * 2 * expert_size, hidden],
+                    experts_down [own experts * hidden, expert_size]; with a shared expert shared_gate [1, hidden], and
                     gate_up and down are the shared expert's
 """
 
@@ -66,7 +66,8 @@ class ModelSpec:
             token goes to `experts_per_token`; their weights add up to 1 where `norm_experts`. A shared expert of inner
             width `shared_size` sees every token, if that is above 0.
         num_shards: ranks that share the rows of the vocabulary. Of a rank's share of a model (`shard.Shard`), heads and
-            intermediate_size are the rank's own; vocab_size is always the model's.
+            intermediate_size are the rank's own; vocab_size and num_experts are always the model's.
+        first_expert, own_experts: those that a rank has; 0 and 0 for all.
     """
 
     architecture: str
@@ -102,6 +103,8 @@ class ModelSpec:
     shared_size: int = 0
     norm_experts: bool = False
     num_shards: int = 1
+    first_expert: int = 0
+    own_experts: int = 0
 
     @property
     def kv_values_per_token(self) -> int:
@@ -153,9 +156,9 @@ class ModelSpec:
         if self.mlp_bias:
             shapes |= {"gate_up_bias": (2 * size,), "down_bias": (hidden,)}
         if layer in self.moe_layers:
-            experts, inner = self.num_experts, self.expert_size
+            experts, inner = self.own_experts or self.num_experts, self.expert_size
             shapes |= {
-                "router": (experts, hidden),
+                "router": (self.num_experts, hidden),
                 "experts_gate_up": (experts * 2 * inner, hidden),
                 "experts_down": (experts * hidden, inner),
             }

@@ -119,11 +119,16 @@ def placed(stored: Iterable[Stored], places: Mapping[str, Part], spec: ModelSpec
 def fill(tensors: Placed, shard: Shard, dtype: torch.dtype, device: torch.device, progress: Progress) -> Parameters:
     """Allocate the parameters of a rank and copy tensor by tensor."""
     parameters = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shard.spec.shapes().items()}
+    refill(tensors, shard, parameters, progress)
+    return parameters
+
+
+def refill(tensors: Placed, shard: Shard, parameters: Parameters, progress: Progress) -> None:
+    """Copy tensor by tensor into the parameters of a rank."""
     for done, (tensor, part) in enumerate(tensors, 1):
         for cut in shard.cuts(part.param):
             _copy(cut, part, tensor.read, parameters[part.param])
         progress("load", done / len(tensors))
-    return parameters
 
 
 def draw(shard: Shard, dtype: torch.dtype, device: torch.device) -> Parameters:
@@ -133,7 +138,7 @@ def draw(shard: Shard, dtype: torch.dtype, device: torch.device) -> Parameters:
     for name, shape in shard.whole.shapes().items():
         whole = torch.empty(shape, dtype=dtype, device=device).uniform_(-0.05, 0.05, generator=dice)
         parameters[name] = whole
-        if shard.size > 1:
+        if shard.size * shard.expert_ranks > 1:
             parameters[name] = torch.empty(shard.spec.shapes()[name], dtype=dtype, device=device)
             for cut in shard.cuts(name):
                 _copy(cut, Part(name, 0, shape), whole.__getitem__, parameters[name])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Never
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.plan import LockstepRunner, Runner
+from wavecore.engine_core.plan import LockstepRunner
 from wavecore.engine_core.startup.compilation import compiler_beside
 from wavecore.transport.processes.group_memory import GroupMemory
 
@@ -15,36 +15,17 @@ if TYPE_CHECKING:
     import torch
 
     from wavecore.engine_core.execution.runner import ModelRunner
-    from wavecore.parallel.collectives import Collectives
+    from wavecore.parallel.ranks import Ranks
 
 
 def make_runner(
     config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None = None
-) -> Runner:
-    """Load `config.model`.
+) -> LockstepRunner:
+    """Load `config.model` for the first rank of an engine, or its only one.
 
     Args:
         progress: called as progress(phase, fraction) with the phases of `frontend.progress_bars`.
-        group: shared with the workers, if there are any.
-
-    Raises:
-        ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
-    """
-    if group is None or config.model.startswith("scripted:"):
-        return make_lockstep_runner(config, progress, group)
-    runner = _load(config, progress, group)
-    from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
-
-    return GroupRunner(runner, group, config.check_ranks)
-
-
-def make_lockstep_runner(
-    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None
-) -> LockstepRunner:
-    """Load `config.model` for a process that has all of it: one that is alone, or a rank in lockstep.
-
-    Args:
-        progress, group: as for `make_runner`.
+        group: shared with the other ranks, if there are any.
 
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
@@ -53,19 +34,24 @@ def make_lockstep_runner(
         from wavecore.engine_core.execution.scripted_runner import ScriptedRunner
 
         return ScriptedRunner(config, progress, group=group)
-    return _load(config, progress, None)
+    runner = _load(config, progress, group)
+    if group is None or config.tensor_parallel_size == 1:
+        return runner
+    from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
+
+    return GroupRunner(runner, group.part(config.tensor_parallel_size), config.check_ranks)
 
 
 def make_worker(
     config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory
 ) -> tuple[Callable[[], Never], str]:
-    """Load `config.model` for a rank above 0.
+    """Load `config.model` for another rank of an engine.
 
     Args:
         progress, group: as for `make_runner`.
 
     Returns:
-        What follows rank 0's steps, and the device that it does them on.
+        What follows the steps of the engine's first rank, and the device that it does them on.
 
     Raises:
         ModelError, ConfigError: what does not fit, and the way out.
@@ -77,7 +63,7 @@ def make_worker(
     runner = _load(config, progress, group)
     from wavecore.engine_core.tensor_parallel.worker import Worker
 
-    return Worker(runner, group, config.check_ranks).run, runner.info.device
+    return Worker(runner, group.part(config.tensor_parallel_size), config.check_ranks).run, runner.info.device
 
 
 def _load(config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None) -> ModelRunner:
@@ -90,18 +76,19 @@ def _load(config: EngineConfig, progress: Callable[[str, float], None], group: G
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # What is wrong with the files, or the number of ranks, shows before torch is imported.
     source = open_model(config.model, progress, config.tokenizer, config.load_format != "dummy")
+    size, spread = config.tensor_parallel_size, config.enable_expert_parallel
     if group is not None:
-        Shard(source.spec, group.ranks)
+        Shard(source.spec, size, 0, group.ranks if spread else 1)
     with compiler_beside(config, group.rank if group else 0) as compiler:
         progress("import", 0.0)
         from wavecore.engine_core.startup.loader import load_runner
 
-        if group is None:
+        if group is None or (size == 1 and not spread):
             return load_runner(config, source, progress, compiler=compiler)
         from wavecore.parallel.ranks import join
 
-        def meet(device: torch.device) -> Collectives:
+        def meet(device: torch.device) -> Ranks:
             kernel = not config.disable_custom_all_reduce
-            return join(group.store_fd, group.rank, group.ranks, device, group.progress.wait_for, kernel)
+            return join(group.store_fd, group.rank, group.ranks, size, spread, device, group.wait_for, kernel)
 
         return load_runner(config, source, progress, meet, compiler)

@@ -61,7 +61,7 @@ class AllRanks(Alone):
         return super().add_rms_norm(x, *norm)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return x.expand(self.size, *x.shape)
+        return x.new_empty(self.size, *x.shape)
 
 
 class Forks:
@@ -110,11 +110,11 @@ class Forks:
 def without_memory(config: EngineConfig, source: ModelSource, device: torch.device) -> ModelRunner:
     """The runner that rank 0 would have on a device, on the "meta" device."""
     ranks = config.tensor_parallel_size
-    shard = Shard(source.spec, ranks)
+    shard = Shard(source.spec, ranks, 0, ranks * config.data_parallel_size if config.enable_expert_parallel else 1)
     dtype, block_size, length = resolve(config, shard.spec, device)
     parameters = fill([], shard, dtype, META, lambda *_: None)
     group = AllRanks(ranks) if ranks > 1 else ALONE
-    runner = make_runner(config, source, shard.spec, parameters, block_size, length, group)
+    runner = make_runner(config, source, shard, parameters, block_size, length, group)
     runner.allocate(2)
     return runner
 

@@ -66,7 +66,7 @@ def allocate_kv_cache(runner: ModelRunner, config: EngineConfig, progress: Progr
         num_blocks = _blocks_of_gpu(runner, config, need, progress)
         advice = "start again: others took memory meanwhile"
     progress("kv_cache", 0.0)
-    num_blocks = runner.model.group.least(num_blocks)
+    num_blocks = runner.model.least(num_blocks)
     size = gib(num_blocks * need.block_bytes)
     with refused(f"the KV cache of {num_blocks} blocks, {size}, does not fit into memory", advice):
         runner.allocate(num_blocks)

@@ -25,8 +25,10 @@ from wavecore.engine_core.startup.kv_cache_size import allocate_kv_cache, most_b
 from wavecore.engine_core.startup.memory_budget import SMALLER_STEPS, gib, no_room, refused, would_fit
 from wavecore.kernels import ops
 from wavecore.kernels.attention.shapes import refusal
-from wavecore.parallel.collectives import ALONE, Collectives
+from wavecore.parallel.collectives import Collectives
+from wavecore.parallel.experts import Exchange
 from wavecore.parallel.layers import exact_float32
+from wavecore.parallel.ranks import Ranks
 from wavecore.transport.errors import ConfigError, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,13 +40,13 @@ def load_runner(
     config: EngineConfig,
     source: ModelSource,
     progress: Progress,
-    meet: Callable[[torch.device], Collectives] = lambda _device: ALONE,
+    meet: Callable[[torch.device], Ranks] = lambda _device: Ranks(),
     compiler: KernelCompiler | None = None,
 ) -> ModelRunner:
     """Load the weights and allocate the KV cache.
 
     Args:
-        meet: called with this rank's device; gives the ranks that share the model, of which this one loads its part.
+        meet: called with this rank's device; gives the ranks that compute together, of which this one loads its part.
         compiler: compiles the kernels while the weights load.
 
     Raises:
@@ -56,8 +58,10 @@ def load_runner(
     device = find_device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA: no other GPU gets a context of this process
-    group = meet(device)
-    shard = Shard(source.spec, group.size, group.rank)
+    ranks = meet(device)
+    group, exchange = ranks.tensor, Exchange(ranks.data)
+    spread = (ranks.size, ranks.rank) if config.enable_expert_parallel else (1, 0)
+    shard = Shard(source.spec, group.size, group.rank, *spread)
     spec = shard.spec
     dtype, block_size, length = resolve(config, spec, device)
     if reason := refusal(spec.num_heads, spec.num_kv_heads, spec.head_dim, device):
@@ -65,7 +69,7 @@ def load_runner(
     if dtype == torch.float32:
         exact_float32()
     _register_ops(config.custom_ops or {}, torch.empty(0, dtype=dtype, device=device))
-    length = group.least(length)
+    length = exchange.least(group.least(length))
     progress("load", 0.0)
     if config.load_format == "dummy":
         check_weights(source, shard.spec, dtype, device)
@@ -76,7 +80,7 @@ def load_runner(
         torch.cuda.empty_cache()  # else tables would keep large segments that tensors passed through
     progress("tables", 0.0)
     with refused("the tables of all requests do not fit into memory", SMALLER_STEPS):
-        runner = make_runner(config, source, spec, parameters, block_size, length, group)
+        runner = make_runner(config, source, shard, parameters, block_size, length, group, exchange)
     runner.marks, runner.profiler = config.nvtx and device.type == "cuda", Profiler(device, config.torch_profiler_dir)
     if device.type == "cuda":
         progress("compile", 0.0)
@@ -90,14 +94,15 @@ def load_runner(
 def make_runner(
     config: EngineConfig,
     source: ModelSource,
-    spec: ModelSpec,
+    shard: Shard,
     parameters: Parameters,
     block_size: int,
     length: int,
     group: Collectives,
+    exchange: Exchange | None = None,
 ) -> ModelRunner:
-    """A runner without a KV cache, on the device of the parameters; `spec` is this rank's share."""
-    device = parameters["embed"].device
+    """A runner without a KV cache, on the device of the parameters, which are this rank's share."""
+    spec, device = shard.spec, parameters["embed"].device
     info = RunnerInfo(
         num_blocks=0,
         num_host_blocks=0,
@@ -112,8 +117,9 @@ def make_runner(
         token_seconds=2 * spec.num_parameters / (CPU_FLOPS * torch.get_num_threads()) if device.type == "cpu" else 0.0,
         max_logprobs=config.max_logprobs,
     )
-    model = Decoder(spec, parameters, length, group)
-    return ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens, config.cudagraph_capture_sizes)
+    model = Decoder(spec, parameters, length, group, exchange)
+    sizes = config.cudagraph_capture_sizes
+    return ModelRunner(model, info, config.max_num_seqs, config.max_num_batched_tokens, sizes, shard)
 
 
 def _load_weights(

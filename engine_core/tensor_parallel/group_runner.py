@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from wavecore.engine_core.execution.runner import ModelRunner
-from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, StepPlan, StepResult
+from wavecore.engine_core.plan import F32, LeastSize, OutOfMemory, PendingStep, StepPlan, StepResult
 from wavecore.engine_core.tensor_parallel.plan_codec import Buffer, encode
 from wavecore.engine_core.tensor_parallel.step_check import StepCheck, digest
 from wavecore.transport.errors import NotSupportedError
@@ -30,10 +30,14 @@ class Record(IntEnum):
     PROFILE = 1  # one byte: on or off
     CHECK = 2  # a `StepCheck`
     MEMORY = 3  # nothing: a worker tells its memory_stats
+    WEIGHTS = 4  # a folder
 
 
 class WorkerWords:
-    """How far each worker is, in words of the group's memory. They count steps from 1, so that 0 is none yet."""
+    """How far each worker is, in words of the group's memory. They count steps from 1, so that 0 is none yet.
+
+    Steps are numbered as they are sent, since dummies have no step id; but transfers have that of their plan.
+    """
 
     BEGUN, LAUNCHED, TRANSFERRED, FAILED = 0, 1, 2, 3  # two words for failures: of even steps, and of odd ones
     MEASURED, MEMORY, SIZE = 5, 6, 16  # how often memory was told, and the bytes
@@ -83,7 +87,7 @@ class WorkerWords:
 
 
 class GroupRunner:
-    """`plan.Runner` of rank 0.
+    """`plan.LockstepRunner` of rank 0.
 
     Args:
         runner: of this rank.
@@ -94,15 +98,21 @@ class GroupRunner:
         self._runner, self.info, self.checks = runner, runner.info, checks
         self._steps, self._words = StepWriter(memory), WorkerWords(memory)
         self._in_flight: deque[_GroupStep] = deque()
+        self._sent = 0  # steps
         self._asked = 0  # how often for their memory
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        self._send(Record.PLAN, encode(plan))
+    def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
+        found = StepPlan.empty() if plan is None else plan
+        self._send(Record.PLAN, encode(found, least))
+        number, self._sent = self._sent, self._sent + 1
         with self._dropped():
-            check = StepCheck(plan.step_id, digest(plan)) if self.checks else None
-            step = _GroupStep(self, plan.step_id, self._runner.launch(plan), check)
+            check = StepCheck(number, digest(found)) if self.checks else None
+            step = _GroupStep(self, number, self._runner.launch(found, least), check)
         self._in_flight.append(step)
         return step
+
+    def is_eager(self, plan: StepPlan) -> bool:
+        return self._runner.is_eager(plan)
 
     def finish(self, step: _GroupStep) -> StepResult:
         """The result of the oldest step in flight.
@@ -114,8 +124,8 @@ class GroupRunner:
         words = self._words
         with self._dropped():
             result = self.own_result(step)
-            words.wait_for(words.LAUNCHED, step.step_id)
-            if failed := words.failed(step.step_id):
+            words.wait_for(words.LAUNCHED, step.number)
+            if failed := words.failed(step.number):
                 raise OutOfMemory(f"rank {failed[0]}: a step does not fit; its size is in the log of that rank")
         if step.check is not None:
             self._send(Record.CHECK, [step.check.with_tokens(result.tokens).to_bytes()])
@@ -128,7 +138,7 @@ class GroupRunner:
             OutOfMemory: this rank cannot hold the step.
         """
         if not step.own.done():
-            self._words.wait_for(self._words.BEGUN, step.step_id)
+            self._words.wait_for(self._words.BEGUN, step.number)
             try:
                 step.own.set_result(step.pending.wait())
             except OutOfMemory as error:
@@ -175,6 +185,13 @@ class GroupRunner:
     def attention_map(self, *_: object) -> F32:
         raise NotSupportedError("an attention map with tensor_parallel_size above 1: ask an engine on one device")
 
+    def check_weights(self, folder: str) -> None:
+        self._runner.check_weights(folder)
+
+    def update_weights(self, folder: str) -> None:
+        self._send(Record.WEIGHTS, [folder.encode()])
+        self._runner.update_weights(folder)
+
     def profile(self, on: bool) -> None:
         self._send(Record.PROFILE, [bytes([on])])
         self._runner.profile(on)
@@ -183,7 +200,7 @@ class GroupRunner:
 @dataclass(frozen=True, slots=True, eq=False)
 class _GroupStep:
     runner: GroupRunner
-    step_id: int
+    number: int
     pending: PendingStep
     check: StepCheck | None
     own: Future[StepResult] = field(default_factory=Future)

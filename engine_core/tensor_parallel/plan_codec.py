@@ -1,6 +1,7 @@
 """A step's plan as bytes for the other ranks of its group, and back.
 
-    int64 [9]       step id, after, captures, rows, entries of swap_out, swap_in, copies and table, bytes of msgpack
+    int64 [13]      rows, tokens, longest query and eagerness agreed in lockstep, all 0 without; step id, after,
+                    captures, rows, entries of swap_out, swap_in, copies and table, bytes of msgpack
     int32           slots, starts, query_lens, samples, swap_out, swap_in, copies, table
     msgpack         what new requests have besides arrays, and the shapes of these
     int32, float32  of each new request the token ids and prompt embeddings
@@ -19,18 +20,20 @@ import msgpack
 import numpy as np
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.plan import NewRequest, StepPlan
+from wavecore.engine_core.plan import LeastSize, NewRequest, StepPlan
 
 Buffer = bytes | memoryview
-HEADER = 9
+HEADER = 13
+AGREED = 4  # of its numbers
 
 
-def encode(plan: StepPlan) -> list[Buffer]:
-    """The plan's bytes, in pieces."""
+def encode(plan: StepPlan, least: LeastSize | None = None) -> list[Buffer]:
+    """The bytes of a plan, and of the least size of its step in lockstep, in pieces."""
     rows = plan.slots, plan.starts, plan.query_lens, plan.samples
     tables = plan.swap_out, plan.swap_in, plan.copies, plan.table
     new = msgpack.packb([_plain(request) for request in plan.new_requests])
-    header = plan.step_id, plan.after, plan.captures, plan.num_rows, *map(len, tables), len(new)
+    agreed = (0,) * AGREED if least is None else least
+    header = *agreed, plan.step_id, plan.after, plan.captures, plan.num_rows, *map(len, tables), len(new)
     columns = np.concatenate([*rows, *(table.ravel() for table in tables)], dtype=np.int32, casting="unsafe")
     arrays: list[Buffer] = []
     for request in plan.new_requests:
@@ -40,16 +43,18 @@ def encode(plan: StepPlan) -> list[Buffer]:
     return [np.array(header, np.int64).tobytes(), columns.tobytes(), new, *arrays]
 
 
-def decode(data: bytes | bytearray) -> StepPlan:
-    """The plan of these bytes; its arrays are views of them."""
-    step_id, after, captures, rows, *entries, new_bytes = np.frombuffer(data, np.int64, HEADER).tolist()
+def decode(data: bytes | bytearray) -> tuple[StepPlan, LeastSize | None]:
+    """What `encode` was given; the plan's arrays are views of these bytes."""
+    header = np.frombuffer(data, np.int64, HEADER).tolist()
+    least_rows, least_tokens, longest, eager = header[:AGREED]
+    step_id, after, captures, rows, *entries, new_bytes = header[AGREED:]
     sizes = [rows] * 4 + [n * width for n, width in zip(entries, (2, 2, 2, 3), strict=True)]
     columns = np.frombuffer(data, np.int32, sum(sizes), 8 * HEADER)
     slots, starts, query_lens, samples, *tables = (columns[a:b] for a, b in pairwise(accumulate(sizes, initial=0)))
     swap_out, swap_in, copies, table = (t.reshape(-1, width) for t, width in zip(tables, (2, 2, 2, 3), strict=True))
     at = 8 * HEADER + columns.nbytes
     arrays = _Arrays(data, at + new_bytes)
-    return StepPlan(
+    plan = StepPlan(
         step_id,
         slots.astype(np.intp),
         starts,
@@ -63,6 +68,7 @@ def decode(data: bytes | bytearray) -> StepPlan:
         after,
         bool(captures),
     )
+    return plan, LeastSize(least_rows, least_tokens, longest, bool(eager)) if least_rows else None
 
 
 def _plain(request: NewRequest) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Never
 
 from wavecore.engine_core.execution.runner import ModelRunner
-from wavecore.engine_core.plan import F32, OutOfMemory, PendingStep, StepPlan
+from wavecore.engine_core.plan import F32, UPDATE_SECONDS, LeastSize, OutOfMemory, PendingStep, StepPlan
 from wavecore.engine_core.tensor_parallel.group_runner import Record, WorkerWords
 from wavecore.engine_core.tensor_parallel.plan_codec import decode
 from wavecore.engine_core.tensor_parallel.step_check import StepCheck, digest
@@ -33,6 +33,7 @@ class Worker:
         self._checks: dict[int, StepCheck] | None = {} if checks else None  # by step
         self._records, self._words = StepReader(memory), WorkerWords(memory)
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
+        self._received = 0  # steps
         # By slot, with the step that begins: the runner holds no array, and here no request does
         self._embeds: dict[int, tuple[int, F32 | None]] = {}
 
@@ -45,13 +46,17 @@ class Worker:
             self._progress.busy(True)
             match Record(kind):
                 case Record.PLAN:
-                    self._launch(decode(data))
+                    self._launch(*decode(data))
                 case Record.PROFILE:
                     self._profile(bool(data[0]))
                 case Record.CHECK:
                     self._compare(StepCheck.from_bytes(data))
                 case Record.MEMORY:
                     self._words.tell_memory(self._runner.memory_stats())
+                case Record.WEIGHTS:
+                    self._progress.expect(UPDATE_SECONDS)
+                    self._runner.update_weights(data.decode())
+                    self._progress.expect(0.0)
             self._progress.beat()
 
     def _profile(self, on: bool) -> None:
@@ -61,18 +66,19 @@ class Worker:
         except Exception as error:  # of torch's profiler, or of a full disk
             logger.warning("no profile of this rank: %s", error)
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan, least: LeastSize | None) -> None:
+        number, self._received = self._received, self._received + 1
         if plan.new_requests:
             used, unbegun = self._runner.state.embeds, [step for step, _ in self._in_flight]  # on a CPU
             self._embeds = {slot: held for slot, held in self._embeds.items() if slot in used or held[0] in unbegun}
-            self._embeds |= {new.slot: (plan.step_id, new.prompt_embeds) for new in plan.new_requests}
+            self._embeds |= {new.slot: (number, new.prompt_embeds) for new in plan.new_requests}
         if self._checks is not None:
-            self._checks[plan.step_id] = StepCheck(plan.step_id, digest(plan))
-        self._words.tell(WorkerWords.BEGUN, plan.step_id)
-        with self._told(plan.step_id):
-            self._in_flight.append((plan.step_id, self._runner.launch(plan)))
+            self._checks[number] = StepCheck(number, digest(plan))
+        self._words.tell(WorkerWords.BEGUN, number)
+        with self._told(number):
+            self._in_flight.append((number, self._runner.launch(plan, least)))
         if self._runner.device.type == "cuda":
-            self._words.tell(WorkerWords.LAUNCHED, plan.step_id)
+            self._words.tell(WorkerWords.LAUNCHED, number)
 
     def _land(self) -> None:
         """Wait for the oldest step; on a CPU it is computed now."""

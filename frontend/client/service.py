@@ -315,7 +315,7 @@ def _groups(
 
     groups = [[spec(index, place) for place in ranks] for ranks, index in zip(engines, numbers, strict=False)]
     if config.dp_lockstep:
-        groups = [[replace(rank, serves=True) for ranks in groups for rank in ranks]]
+        groups = [[replace(each, serves=rank == 0) for ranks in groups for rank, each in enumerate(ranks)]]
     return groups
 
 

@@ -28,20 +28,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F32 = npt.NDArray[np.float32]
 MAX_SHOWN = 1000  # requests of an engine in one answer
+UPDATE_SECONDS = 3600.0  # until `update_weights` is given up
 LEAST_PIXELS = 512
 # Dark to bright at even steps, near viridis
 COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], np.float32)
 
 
-def call_all(client: EngineClient, method: str, **args: Any) -> dict[int, Any]:
+def call_all(client: EngineClient, method: str, timeout: float = 60.0, **args: Any) -> dict[int, Any]:
     """The answers of all engines that are up, by their index.
+
+    Args:
+        timeout: seconds.
 
     Raises:
         EngineDead, RequestTimeout: no engine is up, or one did not answer.
         ValidationError: no such method, or wrong arguments.
     """
     client.check_health()
-    futures = {index: client.call(method, args, engine=index) for index in client.engines}
+    futures = {index: client.call(method, args, engine=index, timeout=timeout) for index in client.engines}
     return {index: future.result().value for index, future in futures.items()}
 
 
@@ -100,6 +104,30 @@ class Inspection:
             NotSupportedError: the engines do not run in lockstep.
         """
         ask_group(self._service, "resume")
+
+    def update_weights(self, path: str | Path) -> None:
+        """Load other weights of the same model into all engines, between two steps; in lockstep, in a pause of all.
+
+        Requests go on with the KV cache that they have; cached prefixes are forgotten. A pause that was there is over
+        then. An engine that is started again has the weights of its start.
+
+        Args:
+            path: a folder on the engines' host, of safetensors files with the names and shapes of the engines' own.
+
+        Raises:
+            ModelError: a tensor is missing, unknown or of another shape, or a file cannot be read; nothing changed.
+            EngineDead: it failed later, and ended the engine, or all engines in lockstep.
+        """
+        folder, client = str(OF_REQUEST.path("path", path)), self._service.client
+        call_all(client, "check_weights", folder=folder)
+        if not self._service.resolved.get("lockstep"):
+            call_all(client, "update_weights", UPDATE_SECONDS, folder=folder)
+            return
+        self.pause()
+        try:
+            call_all(client, "update_weights", UPDATE_SECONDS, folder=folder)
+        finally:
+            self.resume()
 
     def debug_requests(self, limit: int = MAX_SHOWN, offset: int = 0) -> list[dict[str, Any]]:
         """A page of the requests in each engine: those that hold a slot, then the queue in order.

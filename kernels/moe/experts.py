@@ -30,16 +30,17 @@ def moe(
     kv_slots: Tensor,
     top_k: int,
     normalize: bool,
+    first: int = 0,
 ) -> Tensor:
     """See `reference.moe.moe`; all are contiguous."""
     assert x.is_contiguous() and scores.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     tokens, hidden = x.shape
-    experts, inner = scores.shape[1], down.shape[1]
+    experts, inner = len(down) // hidden, down.shape[1]
     out = torch.empty_like(x)
     if not tokens:
         return out
     pairs = tokens * top_k
-    rows, shape_up, shape_down = tile_shapes(pairs // experts, x.dtype)
+    rows, shape_up, shape_down = tile_shapes(pairs // scores.shape[1], x.dtype)
     tiles = triton.cdiv(pairs, rows) + min(experts, pairs)  # at most: each expert's last one may be part empty
     weights = torch.empty(pairs, dtype=torch.float32, device=x.device)
     chosen = torch.empty(pairs, dtype=torch.int32, device=x.device)
@@ -48,11 +49,22 @@ def moe(
     order = torch.full((tiles * rows,), -1, dtype=torch.int32, device=x.device)
     middle = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    block_e = triton.next_power_of_2(experts)
+    block, own_block = triton.next_power_of_2(scores.shape[1]), triton.next_power_of_2(experts)
     _route[(tokens,)](
-        scores, kv_slots, weights, chosen, counts, experts, top_k, NORMALIZE=normalize, BLOCK=block_e, num_warps=1
+        scores,
+        kv_slots,
+        weights,
+        chosen,
+        counts,
+        scores.shape[1],
+        first,
+        experts,
+        top_k,
+        NORMALIZE=normalize,
+        BLOCK=block,
+        num_warps=1,
     )
-    _tiles[(1,)](counts, tile_expert, experts, tiles, ROWS=rows, BLOCK=block_e, TILES=SCAN_BLOCK, num_warps=4)
+    _tiles[(1,)](counts, tile_expert, experts, tiles, ROWS=rows, BLOCK=own_block, TILES=SCAN_BLOCK, num_warps=4)
     _sort[(triton.cdiv(pairs, 128),)](chosen, counts, order, experts, pairs, BLOCK=128, num_warps=4)
     block_n, block_k, warps, stages = shape_up
     _up[(triton.cdiv(inner, block_n), tiles)](
@@ -86,7 +98,7 @@ def moe(
         num_warps=warps,
         num_stages=stages,
     )
-    _combine[(tokens, triton.cdiv(hidden, 1024))](parts, kv_slots, out, top_k, hidden, BLOCK=1024)
+    _combine[(tokens, triton.cdiv(hidden, 1024))](parts, chosen, out, top_k, hidden, BLOCK=1024)
     return out
 
 
@@ -101,7 +113,7 @@ def tile_shapes(pairs: int, dtype: torch.dtype) -> tuple[int, Shape, Shape]:
     return 128, (128, 64, 8, 3), (128, 64, 8, 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _route(
     scores_ptr,
     kv_slots_ptr,
@@ -109,11 +121,14 @@ def _route(
     chosen_ptr,
     counts_ptr,
     experts,
+    first,
+    own,
     top_k,
     NORMALIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program (token) writes its experts and their weights, and counts them; padding has expert -1."""
+    """A program (token) writes its experts and their weights, and counts them. Experts have numbers from the first of
+    the `own` ones on; -1 stands for all others, and for those of padding."""
     token = tl.program_id(0)
     live = tl.load(kv_slots_ptr + token) >= 0
     expert = tl.arange(0, BLOCK)
@@ -136,8 +151,9 @@ def _route(
         left = tl.where(expert == taken, -1.0, left)
         weight = (best * scale).to(scores_ptr.dtype.element_ty)
         tl.store(weights_ptr + token * top_k + place, weight.to(tl.float32))
-        tl.store(chosen_ptr + token * top_k + place, tl.where(live, taken, -1))
-        tl.atomic_add(counts_ptr + taken, 1, mask=live)
+        mine = live & (taken >= first) & (taken < first + own)
+        tl.store(chosen_ptr + token * top_k + place, tl.where(mine, taken - first, -1))
+        tl.atomic_add(counts_ptr + taken - first, 1, mask=mine)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -251,15 +267,14 @@ def _down(
 
 
 @triton.jit
-def _combine(parts_ptr, kv_slots_ptr, out_ptr, top_k, hidden, BLOCK: tl.constexpr):
-    """A program (token, BLOCK columns) adds the token's pairs up; padding is zero."""
+def _combine(parts_ptr, chosen_ptr, out_ptr, top_k, hidden, BLOCK: tl.constexpr):
+    """A program (token, BLOCK columns) adds up those of the token's pairs that were computed."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
-    live = tl.load(kv_slots_ptr + token) >= 0
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for place in range(top_k):
-        total += tl.load(parts_ptr + (token * top_k + place) * hidden + column, mask=inside & live, other=0.0).to(
-            tl.float32
-        )
+        pair = token * top_k + place
+        computed = tl.load(chosen_ptr + pair) >= 0
+        total += tl.load(parts_ptr + pair * hidden + column, mask=inside & computed, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside)

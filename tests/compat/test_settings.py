@@ -76,7 +76,7 @@ def test_a_sampling_parameter_that_is_not_here_is_refused_with_the_way_out(name:
         ({"logits_processors": [], "pooler_config": None, "speculative_config": None}, {}),
         ({"use_tqdm_on_load": False}, {"disable_tqdm": True}),
         ({"profiler_config": {"profiler": "torch", "torch_profiler_dir": "a"}}, {"torch_profiler_dir": "a"}),
-        ({"enable_expert_parallel": True, "profiler_config": {}}, {}),  # no model here has experts
+        ({"enable_expert_parallel": True, "profiler_config": {}}, {"enable_expert_parallel": True}),
         ({"load_format": "safetensors", "generation_config": "auto"}, {}),
         ({"load_format": "dummy", "generation_config": "vllm"}, {"load_format": "dummy", "generation_config": "vllm"}),
         ({"seed": 0, "gpu_memory_utilization": 0.92}, {"seed": 0, "gpu_memory_utilization": 0.92}),

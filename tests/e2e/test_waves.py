@@ -122,6 +122,18 @@ def test_forward_passes_are_equal_for_long(start: Start, ranks: int, passes: int
             done = stats["steps"] + stats["dummy_steps"]
 
 
+@pytest.mark.slow
+def test_engines_of_several_ranks(start: Start) -> None:
+    """Votes and each engine's steps for its workers pass through one group's memory."""
+    with start(2, tensor_parallel_size=2, max_num_batched_tokens=128) as llm:
+        for prompts in (1, 40):
+            ask(llm, range(prompts), 12)
+            in_step(llm)
+        llm.pause()
+        llm.resume()
+        ask(llm, range(3), 150)
+
+
 def test_each_rank_begins_waves(start: Start) -> None:
     """The first request after all were idle comes to each rank in turn."""
     with start(4) as llm:

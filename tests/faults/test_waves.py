@@ -16,6 +16,7 @@ from wavecore.transport.processes.supervisor import Limits
 QUICK = Limits(ready=60, drain=5, step=60, idle=0.4, grace=5)
 LOCKSTEP = {"data_parallel_size": 2, "dp_lockstep": True}
 EACH_RANK = pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+SLOW = pytest.mark.slow
 
 
 def engines(deployed: Any) -> Any:
@@ -70,6 +71,25 @@ def test_killed_lockstep_rank(deploy: Any, rank: int) -> None:
         check_new_life(deployed, before)
 
 
+@pytest.mark.parametrize("rank", [*(pytest.param(rank, marks=SLOW) for rank in range(3)), 3])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=SLOW)])
+def test_rank_of_lockstep_engines_over_several_devices(deploy: Any, rank: int, number: signal.Signals) -> None:
+    """A rank of one of several engines in lockstep is killed, or stopped; each engine runs over several devices.
+
+    All ranks of all engines end, and are started again. The error names that rank, not those that wait for it.
+    """
+    with deploy({"step_seconds": 0.01}, limits=QUICK, tensor_parallel_size=2, **LOCKSTEP) as deployed:
+        before = engines(deployed)
+        streams, ranks = streaming(deployed), [each for engine in before for each in engine.ranks]
+        os.kill(ranks[rank].pid, number)
+        stopped = "was stuck and has been ended: it has been stopped"
+        said = "was ended by signal 9" if number == signal.SIGKILL else stopped
+        for stream in streams:
+            assert f"engine {rank // 2} rank {rank} (pid {ranks[rank].pid}) {said}" in str(stream.error)
+        check_new_life(deployed, before)
+        assert not any(psutil.pid_exists(each.pid) for each in ranks)
+
+
 @EACH_RANK
 def test_stopped_lockstep_rank(deploy: Any, rank: int) -> None:
     """One of several engines in lockstep is stopped (SIGSTOP, a debugger), and the others wait for its vote.
@@ -121,25 +141,50 @@ def test_lockstep_rank_that_hangs(deploy: Any, rank: int) -> None:
         check_new_life(deployed, before)
 
 
-def test_slow_start_of_a_lockstep_rank(deploy: Any) -> None:
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(30.0, marks=SLOW)])
+def test_slow_start_of_a_lockstep_rank(deploy: Any, seconds: float) -> None:
     """One of several engines in lockstep takes longer to start than the others.
 
     They wait for it, and nobody is taken for stuck.
     """
-    script = {"faults": {"rank": 1, "load_seconds": 1.5}}
+    script = {"faults": {"rank": 1, "load_seconds": seconds}}
     with deploy(script, limits=QUICK, **LOCKSTEP) as deployed:
         for number in range(4):
             deployed.stream(number, 10).check_finished()
         assert [engine.restarts for engine in engines(deployed)] == [0, 0]
 
 
+@SLOW
+def test_full_queue_of_a_lockstep_rank(deploy: Any) -> None:
+    """One of several engines in lockstep has a full queue, and requests that reach the greatest length.
+
+    It refuses what comes more, and its own end there; the other goes on beside it.
+    """
+    script = {"max_model_len": 160, "step_seconds": 0.005}
+    settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_queued_reqs": 3, **LOCKSTEP}
+    with deploy(script, **settings) as deployed:
+        until(lambda: len(deployed.llm.step_stats()) == 2)
+        long = [deployed.stream(number, 1000, data_parallel_rank=1) for number in range(2)]
+        until(lambda: deployed.llm.step_stats()[1]["running"] == 2)
+        more = [deployed.stream(number, 10, data_parallel_rank=1) for number in range(2, 14)]
+        deployed.stream(20, 40, data_parallel_rank=0).check_finished()
+        refused = [stream for stream in more if isinstance(stream.end, Overloaded)]
+        assert len(refused) == 9
+        for stream in more:
+            if stream not in refused:
+                stream.check_finished()
+        for stream in long:
+            assert stream.end == "length" and len(stream.tokens) == 160 - len(stream.prompt)
+
+
 @EACH_RANK
-def test_sigterm_to_a_lockstep_rank(deploy: Any, rank: int) -> None:
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=SLOW)])
+def test_sigterm_to_a_lockstep_rank(deploy: Any, rank: int, size: int) -> None:
     """One of several engines in lockstep gets SIGTERM.
 
     All drain: new requests are refused, running ones finish, and then all end in order, at once.
     """
-    with deploy({"step_seconds": 0.01}, **LOCKSTEP) as deployed:
+    with deploy({"step_seconds": 0.01}, tensor_parallel_size=size, **LOCKSTEP) as deployed:
         before = engines(deployed)
         streams = streaming(deployed, max_tokens=150)
         os.kill(before[rank].pid, signal.SIGTERM)

@@ -35,6 +35,20 @@ def test_moe(device: str, tokens: int, experts: int, top_k: int, hidden: int, in
     assert compare(moe.kernel, moe.twin, (*args, top_k, normalize)) is None
 
 
+@pytest.mark.parametrize(("experts", "ranks"), [(6, 2), (4, 4)])
+def test_parts_of_the_experts(device: str, experts: int, ranks: int) -> None:
+    """Of each part as the twin, whatever memory held before; together they are the whole."""
+    x, scores, gate_up, down, slots = arguments(14, experts, 40, 24, device)
+    slots[::5] = -1
+    total = torch.zeros_like(x)
+    parts = zip(gate_up.chunk(ranks), down.chunk(ranks), range(0, experts, experts // ranks), strict=True)
+    for own_gate_up, own_down, first in parts:
+        args = (x, scores, own_gate_up, own_down, slots, 2, True, first)
+        assert compare(moe.kernel, moe.twin, args) is None
+        total += moe.kernel(*args)
+    torch.testing.assert_close(total, moe.twin(x, scores, gate_up, down, slots, 2, True), rtol=1e-5, atol=1e-5)
+
+
 def test_all_tokens_to_one_expert_and_none(device: str) -> None:
     x, scores, gate_up, down, slots = arguments(90, 6, 32, 32, device)
     scores[:, 4] += 100

@@ -120,6 +120,13 @@ def test_the_map_on_gpus(model: str, two_gpus: list[str], capsys: pytest.Capture
     assert [line.split(": ")[1].removeprefix("GPU ") for line in lines] == two_gpus
 
 
+def test_the_map_of_engines_in_lockstep(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are one group, whose ranks are counted through."""
+    assert launch.run(["-dp", "2", "-tp", "2", "--dp-lockstep", "--device", "cpu", model, "--dry-run"]) == 0
+    names = [line.split(": ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["engine 0 rank 0", "engine 0 rank 1", "engine 1 rank 2", "engine 1 rank 3"]
+
+
 def test_a_file_of_lines_for_each_rank(tmp_path: Path) -> None:
     """Also of the last line of a rank that is killed, and of its next life."""
     path = tmp_path / "script.json"

@@ -41,6 +41,7 @@ class Rank(NamedTuple):
         flight: steps in flight, oldest first: whether they are real.
         vote: its last one.
         begins: it rings when that is written.
+        due: it is time for a graph.
         slots: its two places for votes, as the others see them.
     """
 
@@ -52,11 +53,12 @@ class Rank(NamedTuple):
     bell: bool = False
     vote: Vote = NO_VOTE
     begins: bool = False
+    due: bool = False
     slots: tuple[Slot, Slot] = ((0, NO_VOTE), (0, NO_VOTE))
 
     @property
     def work(self) -> bool:
-        return bool(self.waiting or self.flight)
+        return bool(self.waiting or self.flight or self.due)
 
 
 class World(NamedTuple):
@@ -67,6 +69,7 @@ class World(NamedTuple):
     pauses: int
     leaves: int
     aborts: int
+    graphs: int
     decided: tuple[tuple[int, tuple[Any, ...]], ...] = ()
 
 
@@ -93,8 +96,10 @@ class Model:
     votes_work_while_paused: bool = True
     work_launches: bool = False
 
-    def start(self, ranks: int, requests: int, pauses: int = 0, leaves: int = 0, aborts: int = 0) -> World:
-        return World((Rank("clear", values(self.kind())),) * ranks, requests, pauses, leaves, aborts)
+    def start(
+        self, ranks: int, requests: int, pauses: int = 0, leaves: int = 0, aborts: int = 0, graphs: int = 0
+    ) -> World:
+        return World((Rank("clear", values(self.kind())),) * ranks, requests, pauses, leaves, aborts, graphs)
 
     def moves(self, world: World) -> Iterator[Move]:
         for i in range(len(world.ranks)):
@@ -124,6 +129,8 @@ class Model:
         if world.aborts and rank.waiting:
             fewer = rank._replace(waiting=rank.waiting - 1, bell=True)
             yield move("an abort", False, fewer, aborts=world.aborts - 1)
+        if world.graphs and not wave.draining and not rank.due and rank.at == "look":
+            yield move("a graph is due", False, rank._replace(due=True), graphs=world.graphs - 1)
         if wave.wishes:
             return
         if wave.paused:
@@ -171,12 +178,17 @@ class Model:
         """One turn of the loop, until the first half of the vote is written."""
         wave = self._wave(rank)
         rank = rank._replace(queue=0, waiting=rank.waiting + rank.queue)
+        if wave.captures:
+            if rank.flight:
+                return rank._replace(at="fetch")
+            wave.captures = False
+            rank = rank._replace(wave=values(wave), due=False)
         if not self._joins(world, i, rank):
             return rank._replace(at="fetch" if rank.flight else "clear")
         begins = not wave.running and not self._peer_voted(world, i, wave)
         work = rank.work and (self.votes_work_while_paused or not wave.paused)
         plans = int(rank.waiting > 0 and not wave.paused)
-        vote = wave.vote(work, plans, plans, plans)
+        vote = wave.vote(work, plans, plans, plans, capture=rank.due)
         number = wave.agreements
         half = (0, vote) if self.vote_first else (number, rank.slots[self._place(number)][1])
         return rank._replace(
@@ -192,8 +204,8 @@ class Model:
         wave = self._wave(rank)
         size = wave.decide(votes)
         if self.work_launches and any(vote.work for vote in votes):
-            size = size or (1, 1, 1)
-        decision = size, wave.paused, wave.draining, wave.left, wave.running
+            size = size or (1, 1, 1, False)
+        decision = size, wave.paused, wave.draining, wave.left, wave.running, wave.captures
         decided = dict(world.decided)
         if decided.setdefault(wave.agreements, decision) != decision:
             raise RuleBroken(f"unequal decisions in agreement {wave.agreements}")
@@ -203,6 +215,8 @@ class Model:
         rank = rank._replace(wave=values(wave), flight=flight, begins=False)
         if wave.left and (rank.work or rank.queue):
             raise RuleBroken(f"{i} leaves with a request")
+        if wave.left and wave.captures:
+            raise RuleBroken(f"{i} leaves with a graph to capture")
         if wave.paused and not wave.running and any(r.flight for r in (*world.ranks[:i], rank, *world.ranks[i + 1 :])):
             raise RuleBroken("a pause is confirmed while a device runs")
         world = with_rank(world, i, rank)
@@ -218,7 +232,7 @@ class Model:
 
     def _joins(self, world: World, i: int, rank: Rank) -> bool:
         wave = self._wave(rank)
-        return wave.joins(rank.work, bool(rank.flight), self._peer_voted(world, i, wave))
+        return wave.captures or wave.joins(rank.work, bool(rank.flight), self._peer_voted(world, i, wave))
 
     def _peer_voted(self, world: World, i: int, wave: Wave) -> bool:
         peers = (r for j, r in enumerate(world.ranks) if j != i)
@@ -337,6 +351,8 @@ def search(model: Model, start: World) -> int:
         {"ranks": 2, "requests": 1, "pauses": 2},
         {"ranks": 2, "requests": 1, "pauses": 1, "leaves": 1, "aborts": 1},
         {"ranks": 3, "requests": 1, "leaves": 1},
+        {"ranks": 2, "requests": 1, "graphs": 1, "leaves": 1},
+        pytest.param({"ranks": 2, "requests": 1, "graphs": 1, "pauses": 1}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -349,7 +365,7 @@ class LeavesAtOnce(Wave):
 
     __slots__ = ()
 
-    def decide(self, votes: Sequence[Vote]) -> tuple[int, int, int] | None:
+    def decide(self, votes: Sequence[Vote]) -> tuple[int, int, int, bool] | None:
         size = super().decide(votes)
         self.left = self.draining and not any(vote.work for vote in votes)
         return size
@@ -404,13 +420,13 @@ def test_a_broken_rule_is_found(model: Model, group: dict[str, int], verdict: st
 
 @given(
     ranks=st.integers(2, 8),
-    happens=st.tuples(st.integers(0, 20), st.integers(0, 3), st.integers(0, 1), st.integers(0, 3)),
+    happens=st.tuples(st.integers(0, 20), st.integers(0, 3), st.integers(0, 1), st.integers(0, 3), st.integers(0, 5)),
     moves=st.integers(0, 600),
     random=st.randoms(use_true_random=False),
 )
 @settings(max_examples=50)
 def test_large_groups_in_some_orders(
-    ranks: int, happens: tuple[int, int, int, int], moves: int, random: Random
+    ranks: int, happens: tuple[int, int, int, int, int], moves: int, random: Random
 ) -> None:
     """Some moves in any order; then every rank moves on in turn, pauses end, and all must come to rest."""
     model = Model()

@@ -13,7 +13,9 @@ from tests.support.thread_ranks import ThreadRanks
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.loop.core import EngineCore
-from wavecore.engine_core.plan import PendingStep, Runner, StepPlan
+from wavecore.engine_core.loop.dp_proc import DPEngineCore
+from wavecore.engine_core.plan import LeastSize, PendingStep, StepPlan
+from wavecore.transport.processes.votes import VoteBoard
 from wavecore.transport.wire.messages import Add, FinishReason
 from wavecore.transport.wire.tensors import from_numpy, to_numpy
 
@@ -30,19 +32,32 @@ class Output:
     pooled: Any = None
 
 
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 4}
+
+
 class ModelEngine:
-    def __init__(self, model: Any, ranks: int = 1, **settings: Any) -> None:
-        settings = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 4, **settings}
-        self.runner: Runner = load(model, **settings) if ranks == 1 else ThreadRanks(model, ranks, **settings)
-        self.core = EngineCore(EngineConfig(model=str(model), **settings), self.runner)
+    """Args:
+    runner: None loads one, over so many ranks.
+    board: of engines in lockstep.
+    """
+
+    def __init__(
+        self, model: Any, ranks: int = 1, runner: Any = None, board: VoteBoard | None = None, **settings: Any
+    ) -> None:
+        settings = {**SETTINGS, **settings}
+        if runner is None:
+            runner = load(model, **settings) if ranks == 1 else ThreadRanks(model, ranks, **settings)
+        self.runner, config = runner, EngineConfig(model=str(model), **settings)
+        self.core = EngineCore(config, runner) if board is None else DPEngineCore(config, runner, board)
         self.preempted = 0
         launch = self.runner.launch
 
-        def counting(plan: StepPlan) -> PendingStep:
-            self.preempted += sum(len(a.token_ids) > a.num_prompt for a in plan.new_requests)
-            return launch(plan)
+        def counting(plan: StepPlan | None, *least: LeastSize) -> PendingStep:
+            new_requests = () if plan is None else plan.new_requests
+            self.preempted += sum(len(a.token_ids) > a.num_prompt for a in new_requests)
+            return launch(plan, *least)
 
-        self.runner.launch = counting  # type: ignore[method-assign]
+        self.runner.launch = counting
         self.handle = 0
         self.outputs: dict[int, Output] = {}
 

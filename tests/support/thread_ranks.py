@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +19,8 @@ from wavecore.engine_core.models.files import open_model
 from wavecore.engine_core.startup.loader import load_runner
 from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
 from wavecore.engine_core.tensor_parallel.worker import Worker
-from wavecore.parallel.collectives import Collectives
+from wavecore.parallel.collectives import ALONE, Collectives
+from wavecore.parallel.ranks import Ranks
 from wavecore.transport.processes import group_memory
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.stall import ProgressPage
@@ -58,6 +59,9 @@ class ThreadRank(Collectives):
         self._board.barrier.wait()
         return gathered
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.all_reduce(x).chunk(self.size)[self.rank]
+
     def least(self, value: int) -> int:
         values = self._exchange("least", value)
         self._board.barrier.wait()
@@ -76,26 +80,31 @@ class ThreadRank(Collectives):
         return list(parts)
 
 
+def load_rank(model: Any, ranks: Ranks, **settings: Any) -> ModelRunner:
+    """The runner of one rank."""
+    values: dict[str, Any] = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 4}
+    values |= {"num_gpu_blocks_override": 2000, "model": str(model)}
+    config = EngineConfig(**{**values, **settings})
+    source = open_model(str(Path(model)), lambda _phase, _fraction: None)
+    return load_runner(config, source, lambda _phase, _fraction: None, lambda _device: ranks)
+
+
 class ThreadRanks(GroupRunner):
     """Rank 0 in the caller's thread, a worker in each other one.
+
+    Args:
+        peers: of each rank, those in other engines.
 
     Attributes:
         ranks: the runner of each.
     """
 
-    def __init__(self, model: Any, size: int, **settings: Any) -> None:
-        values: dict[str, Any] = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 4}
-        values |= {"num_gpu_blocks_override": 2000, "model": str(model)}
-        config = EngineConfig(**{**values, **settings})
-        source = open_model(str(Path(model)), lambda _phase, _fraction: None)
+    def __init__(self, model: Any, size: int, peers: Sequence[Collectives] = (), **settings: Any) -> None:
         self.board = Board(size)
         self.collectives = [ThreadRank(self.board, rank) for rank in range(size)]
         self._threads = ThreadPoolExecutor(size)
-        self.ranks: list[ModelRunner] = self.on_all(
-            lambda rank: load_runner(
-                config, source, lambda _phase, _fraction: None, lambda _device: self.collectives[rank]
-            )
-        )
+        ranks = [Ranks(*found) for found in zip(self.collectives, peers or [ALONE] * size, strict=True)]
+        self.ranks: list[ModelRunner] = self.on_all(lambda rank: load_rank(model, ranks[rank], **settings))
         with ExitStack() as until_shared:
             [(_, memory), (_, store), *bells] = group_memory.create(size, until_shared)
             self._fds = [os.dup(fd) for _, fd in bells]
@@ -103,7 +112,7 @@ class ThreadRanks(GroupRunner):
                 GroupMemory(rank, os.dup(memory), store, self._fds, ProgressPage(ProgressPage.create_fd()))
                 for rank in range(size)
             ]
-        super().__init__(self.ranks[0], shared[0], config.check_ranks)
+        super().__init__(self.ranks[0], shared[0], bool(settings.get("check_ranks")))
         self._workers = [self._threads.submit(self._work, rank, shared[rank]) for rank in range(1, size)]
 
     def on_all(self, call: Callable[[int], T]) -> list[T]:

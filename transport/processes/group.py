@@ -3,8 +3,8 @@
 Rank 0 is the process that clients talk to; the other ranks are its workers. They are one failure domain: when one ends,
 fails or is stuck, all are ended at once, and the group starts again as a whole, after a pause, or is given up.
 
-In a lockstep group every rank serves clients, and is an engine of the deployment with its own entry. They end together
-in order, too: when one exits with status 0, the others have a moment to hand out what they have.
+In a lockstep group the first rank of each engine serves clients, and each engine has its own entry in the deployment.
+They end together in order, too: when one exits with status 0, the others have a moment to hand out what they have.
 
 Which rank failed *first* decides what is told. Of those that say why they fail it is the earliest. But a process closes
 its connections before it counts as ended, by far if it holds much memory, so a peer may complain of a broken connection

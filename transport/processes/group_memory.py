@@ -12,10 +12,12 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from copy import copy
 
 from wavecore.transport.processes.stall import ProgressPage
 
-WORDS_BYTES, RING_BYTES = 1 << 16, 4 << 20  # taken page by page, when they are first written
+WORDS_BYTES, RING_BYTES = 1 << 16, 4 << 20
+SECTION_BYTES = WORDS_BYTES + RING_BYTES  # taken page by page, when they are first written
 
 
 def create(ranks: int, until: ExitStack) -> list[tuple[str, int]]:
@@ -30,7 +32,7 @@ def create(ranks: int, until: ExitStack) -> list[tuple[str, int]]:
     memory, store = os.memfd_create("wavecore-group"), os.memfd_create("wavecore-store")
     until.callback(os.close, memory)
     until.callback(os.close, store)
-    os.ftruncate(memory, WORDS_BYTES + RING_BYTES)
+    os.ftruncate(memory, SECTION_BYTES * (1 + ranks))
     bells = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(ranks)]
     for bell in bells:
         until.callback(os.close, bell)
@@ -38,7 +40,7 @@ def create(ranks: int, until: ExitStack) -> list[tuple[str, int]]:
 
 
 class GroupMemory:
-    """One rank's hold on what its group shares.
+    """One rank's hold on what its group shares: a section of memory of all, and one for each part of the group.
 
     Args:
         rank: who this is.
@@ -48,6 +50,7 @@ class GroupMemory:
         progress: where this rank shows that it moves.
 
     Attributes:
+        rank, ranks: this one, and how many there are; of a part, counted in it.
         life: another number for each life of a group.
         words: uint64 [WORDS_BYTES / 8], zero when the life began. A write is seen whole; each word has one writer.
         records: RING_BYTES bytes, of step_ring.py.
@@ -57,8 +60,9 @@ class GroupMemory:
         self, rank: int, memory_fd: int, store_fd: int, bell_fds: Sequence[int], progress: ProgressPage
     ) -> None:
         self.rank, self.ranks, self.store_fd = rank, len(bell_fds), store_fd
-        memory = memoryview(mmap.mmap(memory_fd, WORDS_BYTES + RING_BYTES))
-        self.words, self.records = memory[:WORDS_BYTES].cast("Q"), memory[WORDS_BYTES:]
+        self._members: Sequence[int] = range(self.ranks)
+        self._memory = memoryview(mmap.mmap(memory_fd, SECTION_BYTES * (1 + self.ranks)))
+        self._use_section(0)
         self.life = os.fstat(memory_fd).st_ino
         os.close(memory_fd)
         self.progress, self._bells = progress, tuple(bell_fds)
@@ -67,23 +71,47 @@ class GroupMemory:
         for fd in (store_fd, *bell_fds):
             os.set_inheritable(fd, False)
 
+    def part(self, size: int) -> GroupMemory:
+        """This rank's hold on what it shares with its neighbours alone, where each `size` ranks are a part."""
+        first = self.rank // size * size
+        return self._among(range(first, first + size), 1 + first)
+
+    def heads(self, size: int) -> GroupMemory:
+        """That of the first rank of such a part on what it shares with the first ranks of all others."""
+        return self._among(range(0, self.ranks, size), 0)
+
+    def _among(self, members: Sequence[int], section: int) -> GroupMemory:
+        among = copy(self)
+        among._members, among.rank, among.ranks = members, members.index(self.rank), len(members)
+        among._use_section(section)
+        return among
+
+    def _use_section(self, section: int) -> None:
+        own = self._memory[SECTION_BYTES * section : SECTION_BYTES * (section + 1)]
+        self.words, self.records = own[:WORDS_BYTES].cast("Q"), own[WORDS_BYTES:]
+
+    def wait_for(self, rank: int | None) -> None:
+        """Tell the supervisor which rank keeps this one, which has work, from going on: it will not blame this one.
+        None: nobody does."""
+        self.progress.wait_for(None if rank is None else self._members[rank])
+
     def ring(self, rank: int) -> None:
         """Wake that rank, or keep it from its next sleep. After the write that it may wait for, so that none is
         missed."""
-        os.eventfd_write(self._bells[rank], 1)
+        os.eventfd_write(self._bells[self._members[rank]], 1)
 
     def sleep_until(self, is_so: Callable[[], bool], peer: int | None = None, seconds: float | None = None) -> None:
         """Return when `is_so`, which is looked at whenever this rank's bell has rung; or when the time is over.
 
         Args:
-            peer: the rank that keeps this one, which has work, from going on: the supervisor will not blame this one.
+            peer: see `wait_for`.
             seconds: None for any time.
         """
-        self.progress.wait_for(peer)
+        self.wait_for(peer)
         until = None if seconds is None else time.monotonic() + seconds
         while not is_so():
             left = None if until is None else max(0.0, until - time.monotonic()) * 1000
             if not self._own_bell.poll(left):
                 break
-            os.read(self._bells[self.rank], 8)
-        self.progress.wait_for(None)
+            os.read(self._bells[self._members[self.rank]], 8)
+        self.wait_for(None)

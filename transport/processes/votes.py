@@ -1,7 +1,7 @@
 """Votes of ranks in lockstep: numbers that each rank writes into the group's memory, and all others read.
 
-    words of rank r, 24 from 24 r on:   pid  ...  |  k  v v v v v  check  k  |  k  v v v v v  check  k
-                                                     even agreements            odd agreements
+    words of rank r, 28 from 28 r on:   pid  ...  |  k  v v v v v v v  check  k  |  k  v v v v v v v  check  k
+                                                      even agreements               odd agreements
 
 A rank publishes vote k + 2 only when it has read all votes k + 1, so two places are enough. Processors other than x86
 may show a write of another core before an earlier one, and Python has no fence: a vote counts when its number stands at
@@ -22,8 +22,8 @@ from wavecore.transport.processes.group_memory import GroupMemory
 
 SPIN_SECONDS = 50e-6  # waiting ranks are that far apart while all have work
 MAX_NAP_SECONDS = 1e-3
-NUMBERS = 5  # of a vote
-_WORDS, _SLOT, _BYTES = 24, 8, 8
+NUMBERS = 7  # of a vote
+_WORDS, _FIRST, _SLOT, _BYTES = 28, 8, 10, 8
 _COUNTED, _VOTE = struct.Struct(f"={1 + NUMBERS}Q"), struct.Struct(f"={1 + NUMBERS + 2}Q")
 
 
@@ -81,10 +81,10 @@ class VoteBoard:
             if waited < SPIN_SECONDS:
                 time.sleep(0)  # lets other threads of this process run
                 continue
-            self._group.progress.wait_for(rank)
+            self._group.wait_for(rank)
             self._check_alive(rank, agreement)
             time.sleep(min(waited / 8, MAX_NAP_SECONDS))  # an eighth late at most
-        self._group.progress.wait_for(None)
+        self._group.wait_for(None)
         return vote
 
     def _check_alive(self, rank: int, agreement: int) -> None:
@@ -104,4 +104,4 @@ class VoteBoard:
 
     @staticmethod
     def _slot(rank: int, agreement: int) -> int:
-        return _WORDS * rank + _SLOT * (1 + agreement % 2)
+        return _WORDS * rank + _FIRST + _SLOT * (agreement % 2)

@@ -66,3 +66,10 @@ def test_numbers_become_plain_and_travel_as_json() -> None:
 def test_the_default_that_was_not_given_gives_way(given: dict[str, int], seqs: int, tokens: int) -> None:
     config = EngineConfig(**given)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
+
+
+def test_shared_experts_keep_engines_in_lockstep() -> None:
+    assert EngineConfig(enable_expert_parallel=True, data_parallel_size=2).dp_lockstep
+    assert not EngineConfig(enable_expert_parallel=True, tensor_parallel_size=2).dp_lockstep
+    with pytest.raises(ConfigError, match="dp_lockstep needs a data_parallel_size of 2 to 256"):
+        EngineConfig(enable_expert_parallel=True, data_parallel_size=257)

@@ -126,6 +126,18 @@ def test_each_engine_sees_its_own_gpus_alone(
         assert [place.device for place in engine] == (["auto"] if left_open else [f"cuda:{i}" for i in range(ranks)])
 
 
+@pytest.mark.parametrize("settings", [{"dp_lockstep": True}, {"enable_expert_parallel": True, "device": "cuda"}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_in_lockstep_see_all_their_gpus(four: Path, settings: dict[str, Any], ranks: int) -> None:
+    engines = places(config(tensor_parallel_size=ranks, **settings), environment("3,2,1,0"), four)
+    found = [place for engine in engines for place in engine]
+    visible = ["3", "2", "1", "0"][: 2 * ranks]
+    assert [len(engine) for engine in engines] == [ranks] * 2
+    assert [place.name for place in found] == [f"GPU {gpu}" for gpu in visible]
+    assert [place.device for place in found] == [f"cuda:{number}" for number in range(2 * ranks)]
+    assert all(place.env == {"CUDA_VISIBLE_DEVICES": ",".join(visible)} for place in found)
+
+
 @pytest.mark.parametrize(
     ("settings", "ranks", "visible", "numbers"),
     [

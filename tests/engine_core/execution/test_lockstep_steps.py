@@ -49,6 +49,17 @@ def test_above_the_largest_bucket_each_rank_has_its_own_and_none_a_graph() -> No
     assert not any(shape.has_graph for shape in (large, small, none))
 
 
+@pytest.mark.parametrize("buckets", [Buckets(4 * MAX_BUCKET, 4096), None], ids=["padded", "as they are"])
+@pytest.mark.parametrize("lens", [[1] * 3000, [1, 1, 5000], [1, 7]], ids=["decode", "prompt", "small"])
+def test_engines_that_exchange_tokens_have_as_many(buckets: Buckets | None, lens: list[int]) -> None:
+    """Whatever the size: above the largest bucket, too, and where nothing is padded."""
+    least = LeastSize(len(lens), sum(lens), max(lens))
+    plans = plan(list(range(len(lens))), lens), plan([0, 1], [1, 1]), StepPlan.empty()
+    shapes = [StepShape(each, buckets, least, exchanges=True) for each in plans]
+    assert len({(s.bucket.tokens, s.bucket.rows, s.bucket.max_query_len, s.has_graph) for s in shapes}) == 1
+    assert shapes[0].bucket.tokens >= sum(lens)
+
+
 def test_without_padding_a_step_has_its_own_size_and_at_least_a_row() -> None:
     assert StepShape(plan([0, 1], [1, 7]), None, LeastSize(64, 64, 1)).bucket == Bucket(8, 2, 1, 7)
     assert StepShape(StepPlan.empty(), None, LeastSize(64, 64, 1)).bucket == Bucket(1, 1, 1, 1)

@@ -134,14 +134,35 @@ def test_a_step_that_fails_inside_is_the_end(make: Make) -> None:
     until(lambda: isinstance(rank.error, OutOfMemory), "the fault")
 
 
-def test_graphs_are_captured_beside_no_step(make: Make) -> None:
-    """A rank that is due lets its steps come back first, though others have more."""
+def test_graphs_are_captured_by_all_ranks_beside_no_step(make: Make) -> None:
+    """Where one is due all let their steps come back first, though they have more, and capture between two passes."""
     ranks = make(2, {"eos_token_id": []})
     ranks[0].add(0, [1, 2, 3], max_tokens=60)
     ranks[1].add(0, [1, 2, 3], max_tokens=90)
     ranks[0].runner.uses = OFTEN
     run(ranks)
-    assert ranks[0].runner.captures == 1
+    assert [rank.runner.captures for rank in ranks] == [1, 1]
+
+
+def test_an_idle_group_captures(make: Make) -> None:
+    ranks = make(2, {})
+    ranks[1].runner.uses = 1
+    run(ranks)
+    assert [rank.runner.captures for rank in ranks] == [1, 1]
+
+
+def test_a_pause_does_not_keep_a_rank_from_an_agreed_capture(make: Make) -> None:
+    """Both are granted in one agreement: the other rank captures, and may wait for this one there."""
+    ranks = make(2, {"eos_token_id": []})
+    ranks[0].add(0, [1, 2, 3], max_tokens=9)
+    ranks[1].runner.uses = OFTEN
+    ranks[1].core.wave.ask(Wish.PAUSE)
+    for rank in ranks:
+        rank.start()
+    until(lambda: all(rank.core.wave.paused and not rank.core.has_work for rank in ranks), "the pause")
+    assert [rank.runner.captures for rank in ranks] == [1, 1]
+    ranks[0].core.wave.ask(Wish.RESUME)
+    run(ranks, begin=False)
 
 
 def test_a_pause_keeps_all_requests(make: Make) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.plan import NewRequest, StepPlan, int_table
+from wavecore.engine_core.plan import LeastSize, NewRequest, StepPlan, int_table
 from wavecore.engine_core.tensor_parallel.plan_codec import decode, encode
 
 PARAMS = st.builds(
@@ -71,6 +71,8 @@ def assert_equal(one: Any, other: Any) -> None:
             assert a == b, field.name
 
 
-@given(plans())
-def test_a_plan_is_the_same_on_the_other_side(plan: StepPlan) -> None:
-    assert_equal(decode(b"".join(encode(plan))), plan)
+@given(plans(), st.none() | st.builds(LeastSize, *[st.integers(1, 1 << 30)] * 3, st.booleans()))
+def test_a_plan_is_the_same_on_the_other_side(plan: StepPlan, least: LeastSize | None) -> None:
+    got, got_least = decode(b"".join(encode(plan, least)))
+    assert_equal(got, plan)
+    assert got_least == least

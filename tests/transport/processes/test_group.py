@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.group_memory import make_group
 from tests.support.waiting import until
 from tests.transport.processes.test_supervisor import LIMITS, spec
 
@@ -394,6 +395,7 @@ def memories() -> Iterator[list[GroupMemory]]:
         for each in both:
             each.words.release()
             each.records.release()
+            each._memory.release()
             each.progress.close()
 
 
@@ -418,6 +420,26 @@ def test_what_one_rank_writes_and_rings_wakes_another(memories: list[GroupMemory
         one.sleep_until(lambda n=n: one.words[1] >= n)
     thread.join(30)
     assert waits == [None] * 2000
+
+
+def test_parts_of_a_group_have_memory_of_their_own() -> None:
+    """Four ranks, two by two: each pair, and the first ranks of both, as a group."""
+    with ExitStack() as stack:
+        whole = make_group(4, stack)
+        pairs, firsts = [each.part(2) for each in whole], [whole[rank].heads(2) for rank in (0, 2)]
+        assert [(pair.rank, pair.ranks) for pair in pairs] == [(0, 2), (1, 2)] * 2
+        assert [(first.rank, first.ranks) for first in firsts] == [(0, 2), (1, 2)]
+        for number, sharing in enumerate((pairs[:2], pairs[2:], firsts), 1):
+            sharing[0].words[3] = sharing[0].records[3] = number
+        for number, sharing in enumerate((pairs[:2], pairs[2:], firsts), 1):
+            assert [each.words[3] for each in sharing] == [each.records[3] for each in sharing] == [number] * 2
+        pairs[2].ring(1)
+        looks = iter([False, True])
+        pairs[3].sleep_until(lambda: next(looks))
+        for waits, peer, rank in ((pairs[2], 1, 3), (firsts[0], 1, 2), (whole[1], 3, 3)):
+            waits.progress.busy(True)
+            waits.wait_for(peer)
+            assert waits.progress.waits_for == rank
 
 
 @pytest.fixture

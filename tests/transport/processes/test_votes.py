@@ -16,7 +16,7 @@ from wavecore.transport.errors import EngineDead
 from wavecore.transport.processes import votes
 from wavecore.transport.processes.votes import VoteBoard
 
-VOTE = (1, 0, 5, 600, 7)
+VOTE = (1, 0, 5, 600, 7, 1, 0)
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def boards() -> Iterator[list[VoteBoard]]:
 def test_two_agreements_can_be_read_at_once_and_older_ones_are_gone(boards: list[VoteBoard]) -> None:
     one, two, _ = boards
     for agreement in range(1, 8):
-        one.publish(agreement, (agreement, 0, 0, 0, 0))
-        assert two.read(0, agreement) == (agreement, 0, 0, 0, 0)
+        one.publish(agreement, (agreement, *[0] * 6))
+        assert two.read(0, agreement) == (agreement, *[0] * 6)
         assert two.read(0, agreement + 1) is two.read(0, agreement - 2) is two.read(1, agreement) is None
-        assert agreement == 1 or two.read(0, agreement - 1) == (agreement - 1, 0, 0, 0, 0)
+        assert agreement == 1 or two.read(0, agreement - 1) == (agreement - 1, *[0] * 6)
         assert two.has_begun(agreement) and not two.has_begun(agreement + 1) and not one.has_begun(agreement)
 
 
@@ -40,7 +40,7 @@ def test_two_agreements_can_be_read_at_once_and_older_ones_are_gone(boards: list
 def test_a_vote_of_which_any_word_is_old_is_no_vote(boards: list[VoteBoard], word: int) -> None:
     """On ARM a reader may see writes in another order than they were made in."""
     one, two, _ = boards
-    one.publish(3, (0, 6, 1, 1, 1))
+    one.publish(3, (0, 6, 1, 1, 1, 0, 1))
     at = one._slot(0, 3) + word
     old = one._group.words[at]
     one.publish(5, VOTE)
@@ -70,7 +70,7 @@ def test_waiting_names_the_rank_and_ends_with_the_last_vote(boards: list[VoteBoa
 def test_a_rank_that_ended_is_not_waited_for(boards: list[VoteBoard]) -> None:
     one, two, three = boards
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as ended:
-        two._group.words[24] = ended.pid
+        two._group.words[votes._WORDS] = ended.pid
         one.publish(1, VOTE)
         two.publish(1, VOTE)
         three.publish(1, VOTE)

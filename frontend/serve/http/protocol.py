@@ -64,7 +64,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_head()
         super().on_headers_complete()
-        own = {"abort": self.transport.abort, "write": partial(_write_part, self.cycle)}
+        own: dict[object, object] = {"abort": self.transport.abort, "write": partial(_write_part, self.cycle)}
         self.scope["extensions"] = {"wavecore": own}
         self._cycles = [*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle]
 

@@ -119,6 +119,15 @@ def test_a_load_test_and_what_the_server_counts(server: RunningServer, tmp_path:
     assert after["wavecore_http_requests_in_flight", "0"] == 1  # the scrape itself
 
 
+def test_the_picture_of_a_load_test(server: RunningServer, tmp_path: Path) -> None:
+    """In a process of its own: matplotlib keeps the files of its fonts open."""
+    work = ["--num-prompts", "3", "--input-len", "5", "--output-len", "7", "--plot", str(tmp_path / "x.svg")]
+    subprocess.run([*COMMAND, "bench", "serve", server.url, "--chat", *work], check=True, stdout=subprocess.DEVNULL)
+    drawn = (tmp_path / "x.svg").read_text()
+    for title in ("time to first token", "time a token after the first", "whole request"):
+        assert f"<!-- {title} -->" in drawn
+
+
 def test_chat_with_a_server(server: RunningServer, run: Run) -> None:
     done = run("chat", "--url", server.url, stdin=f"hi\n{'long ' * 300}\nagain\n/quit\n")
     assert done.returncode == 0, done.stderr
@@ -144,6 +153,7 @@ def test_arguments_that_cannot_be(server: RunningServer, run: Run) -> None:
         ((server.url, "--max-num-seqs", "3"), 2, "the one of --url has its settings already"),
         ((server.url, "--request-rate", "-1"), 2, "at least 0"),
         ((server.url, "--num-prompts", "0"), 2, "at least one request"),
+        ((server.url, "--plot", "x.txt"), 2, "must end in .svg"),
     ):
         done = run("bench", "serve", *args)
         assert (done.returncode, words in done.stderr) == (code, True), done.stderr

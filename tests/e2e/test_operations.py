@@ -121,7 +121,7 @@ def test_a_load_test_and_what_the_server_counts(server: RunningServer, tmp_path:
 
 def test_the_picture_of_a_load_test(server: RunningServer, tmp_path: Path) -> None:
     """In a process of its own: matplotlib keeps the files of its fonts open."""
-    work = ["--num-prompts", "3", "--input-len", "5", "--output-len", "7", "--plot", str(tmp_path / "x.svg")]
+    work = ["--num-prompts", "3", "--max-concurrency", "1", "--input-len", "5", "--plot", str(tmp_path / "x.svg")]
     subprocess.run([*COMMAND, "bench", "serve", server.url, "--chat", *work], check=True, stdout=subprocess.DEVNULL)
     drawn = (tmp_path / "x.svg").read_text()
     for title in ("time to first token", "time a token after the first", "whole request"):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,6 @@ class Metrics(Collector):
         self._entries: tuple[EngineEntry, ...] = ()
         self._complaints = Complaints(logger)
         self._http = registry = CollectorRegistry(auto_describe=False)
-        self._children = cache(self._find_children)
         self._own = {"api_server": str(api_server)}
         names = ["api_server", "route", "status"]
         self._answers = Counter("wavecore_http_requests", "Answers.", names, registry=registry)
@@ -129,14 +128,8 @@ class Metrics(Collector):
 
     def served(self, route: str, status: int, seconds: float) -> None:
         """An answer has ended."""
-        answers, spent = self._children(route, status)
-        answers.inc()
-        spent.observe(seconds)
-
-    def _find_children(self, route: str, status: int) -> tuple[Counter, Histogram]:
-        """Of an answer; looking them up costs more than to count."""
-        answers = self._answers.labels(**self._own, route=route, status=str(status))
-        return answers, self._seconds.labels(**self._own, route=route)
+        self._answers.labels(**self._own, route=route, status=str(status)).inc()
+        self._seconds.labels(**self._own, route=route).observe(seconds)
 
     # --- a scrape -------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,7 @@ def test_a_load_test_and_what_the_server_counts(server: RunningServer, tmp_path:
     assert after["wavecore_http_requests_in_flight", "0"] == 1  # the scrape itself
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_load_test(server: RunningServer, tmp_path: Path) -> None:
     """In a process of its own: matplotlib keeps the files of its fonts open."""
     work = ["--num-prompts", "3", "--max-concurrency", "1", "--input-len", "5", "--plot", str(tmp_path / "x.svg")]

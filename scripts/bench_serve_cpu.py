@@ -1,6 +1,7 @@
 """CPU of an API process over HTTP: what one delta of one stream costs, in microseconds, beside bare uvicorn.
 
     python scripts/bench_serve_cpu.py [--streams 1 256 1024] [--cases text logprobs stops n4] [--requests 300]
+        [--processes 1 2 4] [--memory]
 
 A scripted engine takes its time for each step, so that every stream is written in every step and no deltas merge. A
 process of its own reads all streams. "bare uvicorn" is an application that writes as many constant bytes to as many
@@ -8,6 +9,10 @@ connections, in one loop over all of them. CPU is that of the process, with the 
 all streams share to the last: a core that others use makes the clock late, and this only a little.
 
 "late" is how long GET /livez takes meanwhile, on a connection of its own: the event loop's lag, and the request itself.
+
+"API processes": 256 streams of an engine that takes no time, so that deltas merge, and what a scrape takes meanwhile.
+"Memory": of an API process, for 1,000 streams that are read, that are idle, and that nobody reads, so that the system's
+buffers are full and deltas merge.
 
 "A request before it is sent" is a chat of one message at /v1/chat/completions/render, which does all but send it, again
 and again over one connection; beside it what its template and its encoding cost alone, in this process. The template's
@@ -29,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +122,29 @@ async def read_all(
     while not state["ended"]:
         await asyncio.sleep(0.01)
         if late is not None:
-            late.append(await asyncio.to_thread(livez_ms, port))
+            late.append(await asyncio.to_thread(get_ms, port, "/livez"))
     cpu, chunks = cpu_of(pid) - cpu, state["chunks"] - chunks
     while state["ended"] < streams:
         await asyncio.sleep(0.01)
     return cpu, chunks
 
 
-def livez_ms(port: int) -> float:
+def get_ms(port: int, path: str) -> float:
+    """Milliseconds of a GET, until its answer is whole."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         begin = time.perf_counter()
-        connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
-        connection.recv(1 << 16)
+        exchange(connection, f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
         return 1e3 * (time.perf_counter() - begin)
+
+
+def exchange(connection: socket.socket, sent: bytes) -> None:
+    """A request and its whole answer."""
+    connection.sendall(sent)
+    answer = connection.recv(1 << 20)
+    while (found := re.search(rb"content-length: (\d+)\r\n(?:.+\r\n)*\r\n", answer)) is None or len(
+        answer
+    ) < found.end() + int(found[1]):
+        answer += connection.recv(1 << 20)
 
 
 def cpu_of(pid: int) -> float:
@@ -179,11 +195,60 @@ def served(folder: Path, step_seconds: float, processes: int = 1) -> Iterator[tu
         process.wait()
 
 
+def compare_processes(counts: list[int], streams: int = 256, steps: int = 400) -> None:
+    """Tokens a second that are written, and the milliseconds of scrapes."""
+    print("\n| API processes | tokens a second | scrape, ms: median, most |\n|---:|---:|---:|")
+    body = {"prompt": [7, 8, 9], "max_tokens": steps, "stream": True, "ignore_eos": True}
+    for count in counts:
+        with tempfile.TemporaryDirectory() as folder, served(Path(folder), 0.0, count) as (port, pids):
+            asked, begin, scrapes = request("/v1/completions", body), time.perf_counter(), []
+            with ThreadPoolExecutor() as beside:
+                reading = beside.submit(asyncio.run, read_all(port, asked, streams, pids[0]))
+                while not reading.done():
+                    scrapes.append(get_ms(port, "/metrics"))
+                    time.sleep(0.2)
+            rate = streams * steps / (time.perf_counter() - begin)
+        scrapes.sort()
+        print(f"| {count} | {rate:,.0f} | {scrapes[len(scrapes) // 2]:.1f}, {scrapes[-1]:.1f} |", flush=True)
+
+
+def compare_memory(streams: int = 1000) -> None:
+    """MiB of an API process beyond what it has before, private to it."""
+    body = {"prompt": [7, 8, 9], "max_tokens": 3900, "stream": True, "ignore_eos": True}
+    print("\n| 1,000 streams | MiB more than without |\n|---|---:|")
+    for name, step_seconds, reads in (
+        ("read", 0.2, True),
+        ("idle: a token in 3 s", 3.0, True),
+        ("stalled", 0.2, False),
+    ):
+        with tempfile.TemporaryDirectory() as folder, served(Path(folder), step_seconds) as (port, [pid]):
+            before, connections = private_mib(pid), []
+            for _ in range(streams):
+                connections.append(socket.socket())
+                connections[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connections[-1].connect(("127.0.0.1", port))
+                connections[-1].sendall(request("/v1/completions", body))
+            until = time.perf_counter() + 40  # 200 tokens: about 35 kB a stream
+            while time.perf_counter() < until:
+                time.sleep(0.1)
+                for connection in connections if reads else ():
+                    with contextlib.suppress(BlockingIOError):
+                        connection.recv(1 << 20, socket.MSG_DONTWAIT)
+            print(f"| {name} | {private_mib(pid) - before:.0f} |", flush=True)
+            for connection in connections:
+                connection.close()
+
+
+def private_mib(pid: int) -> float:
+    return psutil.Process(pid).memory_full_info().uss / (1 << 20)
+
+
 def compare_requests(requests: int, repeats: int) -> None:
     """What a chat costs before it is sent to an engine."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     with tempfile.TemporaryDirectory() as folder, served(Path(folder), 0.0) as (port, [pid]):
         tokenizer = load_tokenizer(Path(folder))
+        tokenizer.make_fast()  # as the server's
         alone, over_http = [], []
         for _ in range(repeats):
             tokenizer.render_chat(messages, ChatOptions())
@@ -193,12 +258,10 @@ def compare_requests(requests: int, repeats: int) -> None:
             alone.append(1e6 * (time.thread_time() - begin) / requests)
             with socket.create_connection(("127.0.0.1", port)) as connection:
                 sent = request("/v1/chat/completions/render", {"messages": messages, "max_tokens": 9, "seed": 5})
-                connection.sendall(sent)
-                connection.recv(1 << 16)
+                exchange(connection, sent)
                 cpu = cpu_of(pid)
                 for _ in range(requests):
-                    connection.sendall(sent)
-                    connection.recv(1 << 16)
+                    exchange(connection, sent)
                 over_http.append(1e6 * (cpu_of(pid) - cpu) / requests)
         tokenizer.close()
     one, other = sorted(alone)[repeats // 2], sorted(over_http)[repeats // 2]
@@ -208,11 +271,13 @@ def compare_requests(requests: int, repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 256, 1024])
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 256, 1024])
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--processes", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--memory", action="store_true", help="of 1,000 streams; takes two minutes more")
     args = parser.parse_args()
     print("| streams | case | us a delta, median (least) | x bare uvicorn | late, ms: median, 99 % |")
     print("|---:|---|---:|---:|---:|")
@@ -247,6 +312,10 @@ def main() -> None:
             print(f"| {streams:,} | {case} | {cost} | {lateness} |", flush=True)
     if args.requests:
         compare_requests(args.requests, args.repeats)
+    if args.processes:
+        compare_processes(args.processes)
+    if args.memory:
+        compare_memory()
 
 
 if __name__ == "__main__":

@@ -9,19 +9,20 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
 from wavecore.engine_core.api.request_options import DEADLINE, MAX_ENGINES
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SEED
 from wavecore.transport.errors import ConfigError
-from wavecore.transport.wire.checks import MAX_TOKEN_ID, Checker
+from wavecore.transport.wire.checks import MAX_TEXT, MAX_TOKEN_ID, Checker
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority", "hybrid"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 8192  # defaults
 MAX_LOCKSTEP_RANKS = 256  # engines, by the words of a group's memory
+MAX_NAMES = 64  # of one model
 # Bounds of settings; above the most of a whole number an engine would only die later, of memory
 COUNT = Bounds(1, (1 << 63) - 1)
 ABOVE_ZERO = Bounds(0.0, math.inf, above=True)
@@ -37,7 +38,8 @@ class EngineConfig:
             "scripted:PATH" (a JSON script for tests).
         tokenizer: a folder or tokenizer.json; None takes the model's.
         skip_tokenizer_init: token ids in, token ids out; no text.
-        served_model_name: name shown to clients; None takes the model's folder or file name.
+        served_model_name: name shown to clients, or several, of which answers have the first; None takes the model's
+            folder or file name.
         load_format: "dummy" draws random weights, to try or measure a model of which only config.json is here.
         generation_config: "vllm" leaves what generation_config.json recommends for sampling; its end tokens stay ends.
         dtype: "auto" takes the checkpoint's on a GPU and float32 on a CPU.
@@ -110,7 +112,7 @@ class EngineConfig:
     model: str = "default"
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
-    served_model_name: str | None = None
+    served_model_name: Annotated[str | list[str] | None, _names] = None
     load_format: Literal["auto", "dummy"] = "auto"
     generation_config: Literal["auto", "vllm"] = "auto"
     dtype: Dtype = "auto"
@@ -189,5 +191,13 @@ MEMORY_ADVICE = "lower kv_cache_memory_gib, max_num_seqs or max_model_len, or gi
 SLOW_START_ADVICE = "raise ready_timeout"
 
 OF_SETTING = Checker(lambda name, reason: ConfigError(f"{name} {reason}"))
+
+
+def _names(name: str, value: Any) -> str | list[str]:
+    if isinstance(value, str):
+        return OF_SETTING.text(name, value, 0, MAX_TEXT)
+    return list(OF_SETTING.texts(name, value, MAX_NAMES, MAX_TEXT))
+
+
 CHECKS = field_checks(EngineConfig, OF_SETTING)
 """Setting -> its check, which takes a value and what an error shall call it."""

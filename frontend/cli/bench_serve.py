@@ -12,9 +12,8 @@ from wavecore.frontend.cli.parser import CommandParser
 from wavecore.frontend.cli.remote import add_server, endpoint, served_model
 from wavecore.frontend.cli.workload import WorkItem, add_work, chosen_work
 from wavecore.frontend.load.load_run import LAG_MARK, report, run_load
+from wavecore.frontend.load.plot import PANELS, plotter
 from wavecore.transport.errors import ConfigError, RequestError
-
-GOALS = {"ttft": "time to first token", "tpot": "time a token after the first", "e2e": "whole request"}
 
 
 def run(args: Sequence[str]) -> int:
@@ -25,20 +24,24 @@ def run(args: Sequence[str]) -> int:
     parser.option("chat", bool, False, "chat completions; token ids are sent as text, so lengths are not exact")
     parser.option("request_rate", float, 0.0, "requests a second, at Poisson times; 0: as max-concurrency allows")
     parser.option("max_concurrency", int, 0, "requests at once; 0: any number")
-    for name, what in GOALS.items():
+    for name, what in PANELS.items():
         parser.option(f"goal_{name}_ms", float, None, f"goodput: the longest {what} of a good request")
+    parser.option("plot", str, "", "file for a picture of the latencies (.svg, .png, .pdf)")
     values = parser.parse(args)
+    draw = plotter(values.plot) if values.plot else None
     if min(values.request_rate, values.max_concurrency) < 0:
         raise ConfigError("--request-rate and --max-concurrency must be at least 0")
     model = served_model(values)
     bodies = [_body(item, model, values.chat) for item in chosen_work(values)]
-    goals = {name: limit / 1e3 for name in GOALS if (limit := getattr(values, f"goal_{name}_ms")) is not None}
+    goals = {name: limit / 1e3 for name in PANELS if (limit := getattr(values, f"goal_{name}_ms")) is not None}
     url = endpoint(values, "chat/completions" if values.chat else "completions")
     load = asyncio.run(run_load(url, bodies, values.request_rate, values.max_concurrency, values.api_key))
     figures = report(load, goals)
     print("\n".join(_lines(figures)))
     if values.output_json:
         Path(values.output_json).write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    if draw is not None:
+        draw(load.samples)
     if figures["failed"]:
         raise RequestError(f"{figures['failed']} of {figures['requests']} requests failed")
     return 0

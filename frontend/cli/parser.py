@@ -23,6 +23,7 @@ from wavecore.transport.small_files import read_small
 from wavecore.transport.wire.checks import MAX_TEXT
 
 SHORT = {"-h": "--help", "-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size"}
+SEVERAL = ("served_model_name",)  # a flag of vLLM's that takes all the words behind it
 OPPOSITE = {"true": "false", "false": "true"}
 # Kind of a command's own option -> how its text is read, and what an error calls it
 KINDS: Mapping[type, tuple[Any, str]] = {
@@ -80,7 +81,8 @@ class CommandParser:
             flags[name] = word
         own = {name: default for name, (_, default, _) in self._options.items()}
         own |= {name: self._read(name, text) for name, text in flags.items() if name in own}
-        flagged = {n: compat.checked(n, compat.typed(n, t), _flag(n)) for n, t in flags.items() if n not in own}
+        typed = {n: compat.typed(n, t) if isinstance(t, str) else t for n, t in flags.items() if n not in own}
+        flagged = {name: compat.checked(name, value, _flag(name)) for name, value in typed.items()}
         if own["help"]:
             print(self._help())
             sys.exit(0)
@@ -98,14 +100,14 @@ class CommandParser:
             sys.exit(0)
         return Namespace(**merged, **own)
 
-    def _split(self, args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-        """The text of each option and setting, by its name, and the words between them.
+    def _split(self, args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """The text of each option and setting, or its texts, by its name, and the words between them.
 
         Raises:
             ConfigError: an unknown flag, or one without its value.
             NotSupportedError: a flag of vLLM that asks for what this engine lacks.
         """
-        flags: dict[str, str] = {}
+        flags: dict[str, Any] = {}
         words: list[str] = []
         rest = deque(args)
         while rest:
@@ -128,7 +130,10 @@ class CommandParser:
                 raise ConfigError(f"{_flag(name)} needs a value")
             if not known and compat.asks_for_nothing(name, compat.yaml_value(value)):
                 continue
-            flags[name] = value
+            more = []
+            while name in SEVERAL and rest and _is_value(rest[0]):
+                more.append(rest.popleft())
+            flags[name] = [value, *more] if more else value
         return flags, words
 
     def _spell(self, word: str, rest: deque[str]) -> tuple[str, str | None]:

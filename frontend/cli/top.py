@@ -51,7 +51,7 @@ def run(args: Sequence[str]) -> int:
     where = where_it_runs(values.attach, values.key_file)
     client = EngineClient(where)
     try:
-        views = _views(client, where, values.interval, values.requests)
+        views = views_of(client, where, values.interval, values.requests)
         _show([next(views)] if values.once else views, as_json=values.json)
     finally:
         client.close()
@@ -67,12 +67,12 @@ def _show(views: Iterable[View], as_json: bool) -> None:
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         for view in views:
             if live is None:
-                console.print(_tables(view))
+                console.print(tables(view))
             else:
-                live.update(_tables(view), refresh=True)
+                live.update(tables(view), refresh=True)
 
 
-def _views(client: EngineClient, where: Path | Address, interval: float, requests: int) -> Iterator[View]:
+def views_of(client: EngineClient, where: Path | Address, interval: float, requests: int) -> Iterator[View]:
     """For ever, the first one after an interval."""
     before, looked = _look(client, where, requests), time.monotonic()
     while True:
@@ -103,7 +103,7 @@ def _look(client: EngineClient, where: Path | Address, requests: int) -> View:
     return {"time": time.time(), "engines": engines, "requests": shown[:requests]}
 
 
-def _tables(view: View) -> Group:
+def tables(view: View) -> Group:
     engines = _table("engine", "state", "run", "wait", "KV", "hits", *RATES.values(), "preempt")
     for engine in view["engines"]:
         state = f"{engine['state']} ({engine['restarts']} restarts)" if engine["restarts"] else engine["state"]

@@ -90,7 +90,7 @@ class Choice:
         count, readable, pieces, cumulative, (finish, stop_reason, error) = self._arrived
         new = self.emitted[self._taken : count]
         try:
-            self._render(new[: readable - self._taken], pieces)
+            self._text += self._render(new[: readable - self._taken], pieces)
             if finish is not None:
                 self._flush()
         except Exception as fault:  # the text of one request must not end its neighbours
@@ -131,18 +131,16 @@ class Choice:
         if ending is not _RUNS or self._new_logprobs is not None or self._keep_all:
             return None
         new = self.emitted[self._taken : count]
-        self._render(new, pieces)
         self._taken = count
-        text, self._text = self._text, ""
-        return text, len(new)
+        return self._render(new, pieces), len(new)
 
-    def _render(self, tokens: list[int], pieces: int) -> None:
+    def _render(self, tokens: list[int], pieces: int) -> str:
         """Without stop strings tokens become text only when somebody reads."""
-        if self._stops is not None:
-            self._text += "".join([self._pieces.popleft() for _ in range(pieces - self._pieces_taken)])
-            self._pieces_taken = pieces
-        elif self._detokenizer is not None and tokens:
-            self._text += self._detokenizer.feed(tokens)
+        if self._stops is None:
+            return self._detokenizer.feed(tokens) if self._detokenizer is not None and tokens else ""
+        text = "".join([self._pieces.popleft() for _ in range(pieces - self._pieces_taken)])
+        self._pieces_taken = pieces
+        return text
 
     def _flush(self) -> None:
         """What was held back; nothing is fed any more."""

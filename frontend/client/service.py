@@ -224,6 +224,8 @@ class Service:
         all_are_there = threading.Barrier(TEXT_THREADS)
         for _ in range(TEXT_THREADS):  # now, rather than in the loop when a prompt waits
             self._text_threads.submit(all_are_there.wait)
+        if self.tokenizer is not None:
+            self._text_threads.submit(self.tokenizer.make_fast)
 
     async def beside_loop(self, make: Callable[[], Prompt], options: RequestOptions) -> Prompt:
         """What `make` gives, made in a thread; all the time that it took counts for the deadlines.

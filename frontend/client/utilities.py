@@ -60,10 +60,17 @@ def answers(client: EngineClient, seconds: float, method: str, **args: Any) -> d
     return found
 
 
+def check_lockstep(client: EngineClient, method: str) -> None:
+    """Raises:
+    NotSupportedError: the engines do not run in lockstep, which `method` is for.
+    """
+    if not client.resolved.get("lockstep"):
+        raise NotSupportedError(f"{method}() is for engines that run in lockstep; start with dp_lockstep")
+
+
 def ask_group(service: Service, method: str) -> None:
     """Call a method of all ranks in lockstep: of one, which asks the others."""
-    if not service.resolved.get("lockstep"):
-        raise NotSupportedError(f"{method}() is for engines that run in lockstep; start with dp_lockstep")
+    check_lockstep(service.client, method)
     service.client.call(method).result()
 
 

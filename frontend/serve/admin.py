@@ -5,9 +5,13 @@
                                       http://admin/memory      KV blocks, and bytes by use
                                       http://admin/settings    of the engines, and where each value comes from
     curl --unix-socket DIR/admin.sock -X POST http://admin/reset_prefix_cache
+                                              http://admin/pause, then http://admin/resume    engines in lockstep
                                               http://admin/profile/start, then http://admin/profile/stop
 
 Answers are JSON: by number of the engine, of all that are up. Unlike scrapes and probes they wait for the engines.
+
+Every API process of a deployment has such a socket, the further ones `admin-1.sock` and so on, and shows at /http what
+it has counted of HTTP. So a scrape of one tells of all.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -22,57 +28,101 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from wavecore.frontend.client.client import EngineClient
-from wavecore.frontend.client.utilities import merged_trace
+from wavecore.frontend.client.utilities import check_lockstep, merged_trace
 from wavecore.frontend.serve.listener import listen_at_file
+from wavecore.frontend.serve.metrics import Metrics
 from wavecore.transport.errors import ResourceError, WavecoreError
-from wavecore.transport.processes.runtime_dir import ADMIN_SOCKET
+from wavecore.transport.processes.runtime_dir import ADMIN_SOCKETS
 
 logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0
+OTHERS_SECONDS = 0.5  # for the other API processes to say what they have counted
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {  # path -> HTTP method, the engines' utility, its arguments
     "/requests": ("GET", "debug_requests", {}),
     "/trace": ("GET", "export_trace", {}),
     "/memory": ("GET", "memory_stats", {}),
     "/settings": ("GET", "settings", {}),
     "/reset_prefix_cache": ("POST", "reset_prefix_cache", {}),
+    "/pause": ("POST", "pause", {}),
+    "/resume": ("POST", "resume", {}),
     "/profile/start": ("POST", "profile", {"on": True}),
     "/profile/stop": ("POST", "profile", {"on": False}),
 }
 
 
-async def serve_admin(client: EngineClient, runtime_dir: Path) -> None:
-    """Until cancelled; not at all where another server of this deployment has the socket."""
-    path = runtime_dir / ADMIN_SOCKET
-    try:
-        listener = listen_at_file(str(path))
-    except ResourceError as error:
-        logger.warning("no admin socket: %s", error)
-        return
-    path.chmod(0o600)
+class Admin:
+    """The operator's door of one API process.
 
-    async def answer(request: Request) -> JSONResponse:
-        _, method, args = CALLS[request.url.path]
+    Args:
+        folder: the runtime directory.
+        index: of the process in its server.
+
+    Attributes:
+        number: of the process in the deployment, which may have several servers; its socket's, too.
+    """
+
+    def __init__(self, folder: Path, index: int) -> None:
+        self.number, self._folder = index, folder
+        self._listener: socket.socket | None = None
+        for number, name in list(enumerate(ADMIN_SOCKETS))[index:]:
+            with contextlib.suppress(ResourceError):  # of another server
+                self._listener = listen_at_file(str(folder / name))
+                (folder / name).chmod(0o600)
+                self.number = number
+                return
+        logger.warning("no admin socket: %s takes none from number %d on", folder, index)
+
+    async def run(self, client: EngineClient, metrics: Metrics) -> None:
+        """Until cancelled."""
+        if self._listener is None:
+            return
+        routes = [Route(path, partial(_answer, client), methods=[verb]) for path, (verb, _, _) in CALLS.items()]
+        app = Starlette(routes=[*routes, Route("/http", lambda _: PlainTextResponse(metrics.http()))])
+        config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False)
+        protocol = partial(HttpToolsProtocol, config, ServerState(), {})
+        server = await asyncio.get_running_loop().create_unix_server(protocol, sock=self._listener)
         try:
-            client.check_health()
-            up = client.engines
-            calls = [client.call(method, args, engine=index, timeout=CALL_SECONDS) for index in up]
-            results = await asyncio.gather(*map(asyncio.wrap_future, calls))
-            values = {index: result.value for index, result in zip(up, results, strict=True)}
-        except WavecoreError as error:
-            status = HTTPStatus.BAD_REQUEST if isinstance(error, ValueError) else HTTPStatus.SERVICE_UNAVAILABLE
-            return JSONResponse({"error": str(error)}, status)
-        return JSONResponse(merged_trace(values) if method == "export_trace" else values)
+            await server.serve_forever()
+        finally:
+            (self._folder / ADMIN_SOCKETS[self.number]).unlink(missing_ok=True)
 
-    app = Starlette(routes=[Route(route, answer, methods=[verb]) for route, (verb, _, _) in CALLS.items()])
-    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False)
-    server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # the other server's
+    async def others(self) -> list[str]:
+        """What the other API processes have counted of HTTP, of those that say so in time."""
+        if self._listener is None:
+            return []
+        paths = [self._folder / name for number, name in enumerate(ADMIN_SOCKETS) if number != self.number]
+        asked = [asyncio.wait_for(_counted(path), OTHERS_SECONDS) for path in paths if path.exists()]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return [text for text in found if isinstance(text, str)]
+
+
+async def _answer(client: EngineClient, request: Request) -> JSONResponse:
+    _, method, args = CALLS[request.url.path]
     try:
-        await server.serve([listener])
+        client.check_health()
+        up = client.engines
+        if method in ("pause", "resume"):
+            check_lockstep(client, method)
+        calls = [client.call(method, args, engine=index, timeout=CALL_SECONDS) for index in up]
+        results = await asyncio.gather(*map(asyncio.wrap_future, calls))
+        values = {index: result.value for index, result in zip(up, results, strict=True)}
+    except WavecoreError as error:
+        status = HTTPStatus.BAD_REQUEST if isinstance(error, ValueError) else HTTPStatus.SERVICE_UNAVAILABLE
+        return JSONResponse({"error": str(error)}, status)
+    return JSONResponse(merged_trace(values) if method == "export_trace" else values)
+
+
+async def _counted(path: Path) -> str:
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        writer.write(b"GET /http HTTP/1.0\r\n\r\n")
+        return (await reader.read()).partition(b"\r\n\r\n")[2].decode()
     finally:
-        path.unlink(missing_ok=True)
+        writer.close()

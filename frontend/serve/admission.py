@@ -70,7 +70,7 @@ def options_of(call: HttpCall, body: EngineRequestFields) -> RequestOptions:
     timeout = _from_header(call, "x-wavecore-timeout", float) if body.timeout is None else body.timeout
     rank = _from_header(call, "x-data-parallel-rank", int) if rank is None else rank  # as vLLM's
     checked = RequestOptions(priority or 0, timeout, data_parallel_rank=rank, cache_salt=body.cache_salt)
-    return replace(checked, cache_salt=salt_of(call.owner, checked.cache_salt))
+    return replace(checked, cache_salt=salt_of(call.owner, checked.cache_salt)) if call.owner else checked
 
 
 def _from_header(call: HttpCall, name: str, kind: type[Number]) -> Number | None:

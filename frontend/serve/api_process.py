@@ -17,7 +17,6 @@ import uvloop
 
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.service import Service
-from wavecore.frontend.serve.admin import serve_admin
 from wavecore.frontend.serve.app import ApiApp
 from wavecore.frontend.serve.context import ApiContext
 from wavecore.frontend.serve.http.protocol import LimitedProtocol
@@ -45,6 +44,7 @@ class _Server(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # of no use here, and a layer
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
@@ -100,11 +100,9 @@ def run(config: ServerConfig, listener: socket.socket, report: Report) -> None:
 
 async def _serve(config: ServerConfig, service: Service, listener: socket.socket, report: Report) -> None:
     context = ApiContext(config, service)
-    server = _Server(context)
-    beside = [context.replies.sweep(), context.metrics.run(), _report_sessions(server, service.client, report)]
-    if config.index == 0:
-        beside.append(serve_admin(service.client, Path(config.attach)))
-    tasks = [asyncio.create_task(work) for work in beside]
+    server, client = _Server(context), service.client
+    beside = context.replies.sweep(), context.metrics.run(), _report_sessions(server, client, report)
+    tasks = [asyncio.create_task(work) for work in (*beside, context.admin.run(client, context.metrics))]
     try:
         await server.serve([listener])
     finally:

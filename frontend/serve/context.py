@@ -15,6 +15,7 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.mailbox import OutputKind
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.prompts import Prompt
+from wavecore.frontend.serve.admin import Admin
 from wavecore.frontend.serve.admission import Admission
 from wavecore.frontend.serve.api.schema import OfModel, is_known
 from wavecore.frontend.serve.http.access import Access
@@ -34,7 +35,8 @@ class ApiContext:
     """The engines, and the doors to them.
 
     Attributes:
-        model: what it is called in requests and answers.
+        models: what the model is called in requests.
+        model: the first of these, which answers have.
     """
 
     def __init__(self, config: ServerConfig, service: Service) -> None:
@@ -45,9 +47,12 @@ class ApiContext:
         self.replies = Replies(service.client, config.write_timeout, self.admission.count_end)
         given = str(service.resolved["model"])
         on_hub = given.count("/") == 1 and given[0] not in "/.~" and ":" not in given
-        self.model: str = service.resolved.get("served_model_name") or (given if on_hub else Path(given).name)
+        names = service.resolved.get("served_model_name") or (given if on_hub else Path(given).name)
+        self.models: list[str] = [names] if isinstance(names, str) else names
+        self.model = self.models[0]
         vllm = config.metrics_compat == "vllm"
-        self.metrics = Metrics(service.client, service.runtime_dir, self.model, config.index, vllm)
+        self.admin = Admin(Path(config.attach), config.index)
+        self.metrics = Metrics(service.client, service.runtime_dir, self.model, self.admin.number, vllm)
 
     async def read(self, call: HttpCall, kind: type[T], generates: bool = True) -> T:
         """The body of a request, for the model that is served.
@@ -69,7 +74,7 @@ class ApiContext:
         """Raises:
         ModelNotFound: the model has another name.
         """
-        if name is not None and name != self.model:
+        if name is not None and name not in self.models:
             raise ModelNotFound(HTTPStatus.NOT_FOUND, f"model {name!r:.80} is not served here, but {self.model!r} is")
 
     async def encode(self, prompts: Sequence[Prompt], options: RequestOptions) -> list[Prompt]:

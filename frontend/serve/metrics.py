@@ -23,6 +23,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from wavecore.frontend.client.client import EngineClient
 from wavecore.transport.errors import WavecoreError
@@ -49,14 +51,24 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Whatever a scraper would rather have: in OpenMetrics prometheus-client 0.26 writes `vllm_` for `vllm:`."""
 
 
-class Metrics:
+class _Families(Collector):
+    """Metrics that are there already, as prometheus-client takes them."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+class Metrics(Collector):
     """One of each API process; a collector of prometheus-client's.
 
     Args:
         client: of all engines.
         runtime_dir: of their deployment.
         model_name: label of every number of an engine.
-        api_server: number of this process.
+        api_server: number of this process, a label of what it counts itself.
         vllm: show vLLM's names, too.
     """
 
@@ -69,8 +81,7 @@ class Metrics:
         self._asked: set[int] = set()
         self._entries: tuple[EngineEntry, ...] = ()
         self._complaints = Complaints(logger)
-        self.registry = registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(self)
+        self._http = registry = CollectorRegistry(auto_describe=False)
         self._own = {"api_server": str(api_server)}
         names = ["api_server", "route", "status"]
         self._answers = Counter("wavecore_http_requests", "Answers.", names, registry=registry)
@@ -122,9 +133,22 @@ class Metrics:
 
     # --- a scrape -------------------------------------------------------------------------------------------------
 
-    def exposition(self) -> bytes:
-        """The body of an answer, of CONTENT_TYPE. Takes milliseconds; in any thread."""
-        return generate_latest(self.registry)
+    def http(self) -> str:
+        """What this process has counted of HTTP."""
+        return generate_latest(self._http).decode()
+
+    def exposition(self, others: Sequence[str] = ()) -> bytes:
+        """The body of an answer, of CONTENT_TYPE. Takes milliseconds; in any thread.
+
+        Args:
+            others: what `http` gives in the other API processes.
+        """
+        families: dict[str, Metric] = {}
+        for text in (self.http(), *others):
+            for family in text_string_to_metric_families(text):
+                families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                families[family.name].samples += family.samples
+        return generate_latest(self) + generate_latest(_Families(families.values()))
 
     def collect(self) -> Iterator[Metric]:
         """For prometheus-client."""

@@ -40,7 +40,8 @@ async def health(context: ApiContext, call: HttpCall) -> Answer:
 
 async def metrics(context: ApiContext, _call: HttpCall) -> Answer:
     """For Prometheus. Made beside the loop: it takes milliseconds."""
-    return Answer(await asyncio.to_thread(context.metrics.exposition), media_type=CONTENT_TYPE)
+    others = await context.admin.others()
+    return Answer(await asyncio.to_thread(context.metrics.exposition, others), media_type=CONTENT_TYPE)
 
 
 async def _draws_a_token(context: ApiContext) -> bool:

@@ -18,6 +18,7 @@ import tokenizers
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.text.chat_template import ChatTemplate
 from wavecore.frontend.text.detokenizer import ByteDetokenizer, ByteTable, Detokenizer, StreamDetokenizer, is_byte_level
+from wavecore.frontend.text.fast_encoder import Encode, fast_encoder
 from wavecore.frontend.text.length_bound import LengthBound
 from wavecore.frontend.text.messages import ChatOptions, Tools, conversation_json
 from wavecore.frontend.text.special_text import SpecialText
@@ -46,11 +47,16 @@ class Tokenizer(TokenizerCalls):
     origin: str
     chat_template: ChatTemplate | None = None
     named_tokens: Mapping[str, str] = field(default_factory=dict)
+    _fast: Encode | None = field(default=None, init=False, repr=False, compare=False)
     _processes: TemplateProcesses = field(default_factory=TemplateProcesses, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.backend.no_truncation()
         self.backend.no_padding()
+
+    def make_fast(self) -> None:
+        """Encode faster from here on, where that is possible. Takes a second; in any thread."""
+        object.__setattr__(self, "_fast", fast_encoder(self.backend))
 
     # --- text to ids ---------------------------------------------------------------------------------------------
 
@@ -241,6 +247,8 @@ class Tokenizer(TokenizerCalls):
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
+            if self._fast is not None:
+                return self._fast(text, add_special_tokens)
             if len(text) < LONG_TEXT:
                 return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
             # Unlike `encode`, the call for several texts lets other threads run meanwhile.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,16 @@ def test_a_load_test_and_what_the_server_counts(server: RunningServer, tmp_path:
     assert after["wavecore_http_requests_in_flight", "0"] == 1  # the scrape itself
 
 
+@pytest.mark.slow
+def test_the_picture_of_a_load_test(server: RunningServer, tmp_path: Path) -> None:
+    """In a process of its own: matplotlib keeps the files of its fonts open."""
+    work = ["--num-prompts", "3", "--max-concurrency", "1", "--input-len", "5", "--plot", str(tmp_path / "x.svg")]
+    subprocess.run([*COMMAND, "bench", "serve", server.url, "--chat", *work], check=True, stdout=subprocess.DEVNULL)
+    drawn = (tmp_path / "x.svg").read_text()
+    for title in ("time to first token", "time a token after the first", "whole request"):
+        assert f"<!-- {title} -->" in drawn
+
+
 def test_chat_with_a_server(server: RunningServer, run: Run) -> None:
     done = run("chat", "--url", server.url, stdin=f"hi\n{'long ' * 300}\nagain\n/quit\n")
     assert done.returncode == 0, done.stderr
@@ -143,6 +154,7 @@ def test_arguments_that_cannot_be(server: RunningServer, run: Run) -> None:
         ((server.url, "--max-num-seqs", "3"), 2, "the one of --url has its settings already"),
         ((server.url, "--request-rate", "-1"), 2, "at least 0"),
         ((server.url, "--num-prompts", "0"), 2, "at least one request"),
+        ((server.url, "--plot", "x.txt"), 2, "must end in .svg"),
     ):
         done = run("bench", "serve", *args)
         assert (done.returncode, words in done.stderr) == (code, True), done.stderr
@@ -166,22 +178,44 @@ def test_the_operators_socket(server: RunningServer) -> None:
     assert server.admin("POST", "/reset_prefix_cache") == (200, {"0": None})
     status, refused = server.admin("POST", "/profile/start")
     assert status == 400 and "scripted model" in refused["error"]
+    status, refused = server.admin("POST", "/pause")
+    assert status == 400 and "run in lockstep" in refused["error"]
     assert server.admin("GET", "/reset_prefix_cache")[0] == 405
     assert server.admin("GET", "/v1/models")[0] == 404  # nothing of the other door
 
 
-def test_a_second_server_of_a_deployment_leaves_the_socket_alone(server: RunningServer) -> None:
+def test_a_scrape_tells_of_the_processes_of_all_servers(server: RunningServer) -> None:
+    """Each has a socket and a number of its own, which its end frees."""
     command = [*COMMAND, "serve", "--attach", str(server.folder), "--port", "0", "--metrics-compat", "none"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, "--api-server-count", "2"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             other = RunningServer(process.stdout.readline().removeprefix("serving at ").split(";")[0], server.folder)
+            until(lambda: (server.folder / "admin-2.sock").exists(), "its sockets")
             assert not [name for name in other.scrape() if name[0].startswith("vllm:")]
+            for found in (server.scrape(), other.scrape()):
+                scrapes = [found.get(("wavecore_http_requests_total", n, "/metrics", "200"), 0.0) for n in "012"]
+                assert scrapes[0] > 0 and sum(scrapes[1:]) > 0
+                assert [found["wavecore_http_requests_in_flight", n] for n in "012"].count(1) == 1
         finally:
             process.terminate()
-            _, log = process.communicate(timeout=60)
-    assert process.returncode == 0 and "no admin socket: --uds" in log
+            process.wait(timeout=60)
+    assert [path.name for path in server.folder.glob("admin*")] == ["admin.sock"]
+    assert ("wavecore_http_requests_in_flight", "1") not in server.scrape()
     assert server.admin("GET", "/requests")[0] == 200
+
+
+@pytest.mark.slow
+def test_pause_and_resume(tmp_path: Path) -> None:
+    with serving(tmp_path, "--dp-lockstep", "-dp", "2") as (found, _):
+        body = {"prompt": [7], "max_tokens": 5, "ignore_eos": True}
+        assert found.admin("POST", "/pause") == (200, {"0": None, "1": None})
+        with ThreadPoolExecutor() as beside:
+            answer = beside.submit(httpx.post, f"{found.url}/v1/completions", json=body, timeout=60)
+            until(lambda: sum(map(len, found.admin("GET", "/requests")[1].values())), "the request")
+            assert not answer.done()
+            assert found.admin("POST", "/resume")[0] == 200
+            assert answer.result().json()["usage"]["completion_tokens"] == 5
 
 
 @pytest.mark.slow

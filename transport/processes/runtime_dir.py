@@ -26,7 +26,7 @@ from wavecore.transport.small_files import write_new
 from wavecore.transport.wire.checks import Checker
 
 LOCK = "lock"
-ADMIN_SOCKET = "admin.sock"  # of a server for this deployment
+ADMIN_SOCKETS = "admin.sock", *(f"admin-{number}.sock" for number in range(1, 64))  # of the API processes, by number
 PREFIX = "wavecore-"
 MAX_PATH = 80  # an ipc path must stay under 108 bytes with the socket's name behind it
 TOUCH_SECONDS = 3600.0  # cleaners take what nobody touched for days
@@ -34,7 +34,7 @@ _FRESH, _NAMED = "wavecore, fresh", "wavecore, named"  # first line of a lock fi
 _HERE = "."  # in its list: the folder itself, which the deployment made
 # What a deployment may write at all: a damaged list can name nothing else.
 _NAMES = re.compile(
-    r"\.|lock|\.?deployment\.json|engine\d+\.(in|out)|admin\.sock|keys(/(server|client)\.key|/authorized_clients)?"
+    r"\.|lock|\.?deployment\.json|engine\d+\.(in|out)|admin(-\d+)?\.sock|keys(/(server|client)\.key|/authorized_clients)?"
 )
 _MAX_LIST = 1 << 20
 _CHECKS = Checker(lambda name, reason: ConfigError(f"{name} {reason}"))

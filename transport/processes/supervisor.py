@@ -36,7 +36,7 @@ from wavecore.transport.processes.deployment import Deployment
 from wavecore.transport.processes.group import Group, Limits, serving_ranks, socket_name
 from wavecore.transport.processes.logs import LineWriter
 from wavecore.transport.processes.process import ChildSpec
-from wavecore.transport.processes.runtime_dir import ADMIN_SOCKET, RuntimeDir
+from wavecore.transport.processes.runtime_dir import ADMIN_SOCKETS, RuntimeDir
 from wavecore.transport.processes.stall import TICK_SECONDS
 from wavecore.transport.waker import Waker
 
@@ -134,9 +134,8 @@ class Supervisor:
         engines = sum(len(serving_ranks(specs)) for specs in self._specs)
         sockets = [socket_name(index, end) for index in range(engines) for end in ("in", "out")]
         keys = ["keys", *(f"keys/{name}" for name in (*curve.KEY_FILES, curve.ALLOW_LIST))]
-        self._dir = RuntimeDir(
-            self._where, [deployment.FILE, deployment.SCRATCH, ADMIN_SOCKET, *(keys if self._address else sockets)]
-        )
+        names = [deployment.FILE, deployment.SCRATCH, *ADMIN_SOCKETS, *(keys if self._address else sockets)]
+        self._dir = RuntimeDir(self._where, names)
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(self._dir, self._waker), name="supervisor", daemon=True)
         self._thread.start()

@@ -12,12 +12,13 @@ STARTED = int(time.time())
 
 
 async def models(context: ApiContext, _call: HttpCall) -> Answer:
-    return Answer({"object": "list", "data": [_card(context)]})
+    return Answer({"object": "list", "data": [_card(context, name) for name in context.models]})
 
 
 async def model(context: ApiContext, call: HttpCall) -> Answer:
-    context.check_model(call.scope["path_params"]["model"])
-    return Answer(_card(context))
+    name = call.scope["path_params"]["model"]
+    context.check_model(name)
+    return Answer(_card(context, name))
 
 
 async def version(_context: ApiContext, _call: HttpCall) -> Answer:
@@ -29,6 +30,6 @@ async def load(context: ApiContext, _call: HttpCall) -> Answer:
     return Answer({"server_load": context.service.client.num_live})
 
 
-def _card(context: ApiContext) -> dict[str, object]:
-    names = {"id": context.model, "object": "model", "created": STARTED, "owned_by": "wavecore"}
+def _card(context: ApiContext, name: str) -> dict[str, object]:
+    names = {"id": name, "object": "model", "created": STARTED, "owned_by": "wavecore"}
     return {**names, "root": context.model, "parent": None, "max_model_len": context.service.max_model_len}

@@ -10,7 +10,7 @@ from functools import partial
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.mailbox import EMBEDDING_PARAMS
-from wavecore.frontend.outputs import CompletionOutput, RequestOutput
+from wavecore.frontend.outputs import RequestOutput
 from wavecore.frontend.prompts import Prompt, token_ids
 from wavecore.frontend.serve.admission import options_of
 from wavecore.frontend.serve.api import schema
@@ -47,11 +47,7 @@ async def detokenize(context: ApiContext, call: HttpCall) -> Answer:
     return Answer({"prompt": text})
 
 
-def _no_text(_choice: CompletionOutput, _echo: str) -> dict[str, object]:
-    return {}
-
-
-GENERATED = Shape("generate", "generate.chunk", _no_text, token_logprobs)
+GENERATED = Shape("generate", "generate.chunk", lambda *_: {}, token_logprobs)
 
 
 async def generate(context: ApiContext, call: HttpCall) -> None:

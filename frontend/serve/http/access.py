@@ -40,9 +40,9 @@ class Access:
         call.owner = found[0].hex()
 
 
-def salt_of(owner: str, salt: str | None) -> str | None:
-    """The cache salt of a request: nobody finds out by the clock what others, with another key, have asked."""
-    return hashlib.sha256(f"{owner} {salt or ''}".encode()).hexdigest() if owner else salt
+def salt_of(owner: str, salt: str | None) -> str:
+    """The cache salt of an owner's request: nobody finds out by the clock what others, with another key, have asked."""
+    return hashlib.sha256(f"{owner} {salt or ''}".encode()).hexdigest()
 
 
 def _digest(key: str) -> bytes:

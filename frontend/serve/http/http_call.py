@@ -48,6 +48,7 @@ class HttpCall:
         notes: further headers of the answer.
         status: of the answer that has begun; 0 for none.
         refusal: gives the answer that an error becomes.
+        write: a part of a body that goes on; False leaves it to `send`.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class HttpCall:
         refuse: Callable[[HttpCall, Exception], Answer],
     ) -> None:
         self.scope, self.receive, self.send = scope, receive, send
+        own = scope.get("extensions", {}).get("wavecore", {})
+        self.write: Callable[[bytes], bool] = own.get("write", lambda _: False)
         self.refusal = partial(refuse, self)
         self._max_body = max_body
         given = self.header(b"x-request-id")
@@ -113,7 +116,7 @@ class HttpCall:
 
     def cut(self) -> None:
         """End the connection at once, whatever waits to be read."""
-        self.scope["extensions"]["wavecore.abort"]["call"]()
+        self.scope["extensions"]["wavecore"]["abort"]()
 
     async def gone(self) -> None:
         """Returns when the client has left, or has its whole answer."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from wavecore.frontend.serve.http.refusals import error_answer
 
@@ -17,7 +18,9 @@ KEPT_DESCRIPTORS = 64  # for all that is no connection
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. `scope["extensions"]["wavecore.abort"]` ends it at once, whatever waits to be read."""
+    """One connection. In `scope["extensions"]["wavecore"]` "abort" ends it at once, whatever waits to be read, and
+    "write" is `_write_part`.
+    """
 
     _timer: asyncio.TimerHandle | None = None
     _head_size = 0
@@ -26,6 +29,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._cycles: list[RequestResponseCycle] = []  # requests that have no whole answer: several, where they come
         if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - KEPT_DESCRIPTORS:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "the server has as many connections as it takes")
         else:
@@ -34,6 +38,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
         super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells the last one alone, and an earlier one may not be over
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -44,7 +51,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {"wavecore.abort": {"call": self.transport.abort}}
         self._begin_head()
 
     def on_url(self, url: bytes) -> None:
@@ -58,6 +64,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_head()
         super().on_headers_complete()
+        own: dict[object, object] = {"abort": self.transport.abort, "write": partial(_write_part, self.cycle)}
+        self.scope["extensions"] = {"wavecore": own}
+        self._cycles = [*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle]
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
         """In OpenAI's form, and with the status of the limit that was passed, if one was."""
@@ -84,6 +93,15 @@ class LimitedProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head.encode(), len(body), body))
         self.transport.close()
+
+
+def _write_part(cycle: RequestResponseCycle, part: bytes) -> bool:
+    """Write a part of a body that goes on, at a quarter of the cost of `send`. False leaves it to that: it may have to
+    wait for the reader, or the body is of another kind."""
+    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    return True
 
 
 _TOO_LARGE = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"URL and headers are larger than {MAX_HEAD} bytes"

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -134,14 +135,16 @@ class Reply:
             if around and stream and (news := mailbox.take_text()) is not None:  # nearly every time
                 stream.num_tokens += news[1]
                 if text := news[0]:
-                    body = b"%b%b%b" % (around[0], escaped(text), around[1])
-                    self.sender.put({"type": "http.response.body", "body": body, "more_body": True})
+                    part = b"%b%b%b" % (around[0], escaped(text), around[1])
+                    if not self.call.write(part):
+                        self.sender.put({"type": "http.response.body", "body": part, "more_body": True})
                     self._wrote = True
             elif (output := mailbox.take()) is not None:
                 self._take(mailbox, output)
         except Exception as error:  # of one request; the others of the step are to hear of theirs
             logger.exception("request %s: its answer cannot be written", self.call.id)
-            self._fail(RequestError(f"{error!r:.300}"))
+            with suppress(Exception):  # where it is the connection that fails
+                self._fail(RequestError(f"{error!r:.300}"))
 
     def keep_alive(self, now: float) -> None:
         """Show on a stream that has been silent for long that the server is there."""

@@ -309,6 +309,16 @@ def test_sizes_of_graphs_are_a_list_of_numbers() -> None:
             parse("--cudagraph-capture-sizes", wrong)
 
 
+def test_a_model_with_several_names() -> None:
+    assert parse("--served-model-name", "a", "b", "--nvtx").served_model_name == ["a", "b"]
+    assert parse("--served-model-name=a", "--nvtx").served_model_name == "a"
+    config = engine_config({"served_model_name": ("a", "b")})
+    assert EngineConfig.from_json(config.to_json()) == config
+    for wrong in (5, ["a", 5], ["a", ""], ["a"] * 65):
+        with pytest.raises(ConfigError, match="served_model_name"):
+            EngineConfig(served_model_name=wrong)  # type: ignore[arg-type]
+
+
 def test_settings_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens"):
         parse("--max-num-batched-tokens", "4", "--max-num-seqs", "8")

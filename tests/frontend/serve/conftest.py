@@ -24,7 +24,7 @@ SCRIPTS = {
 @pytest.fixture(scope="session")
 def scripted_files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     files = write_model(tmp_path_factory.mktemp("model"), SCRIPTS, step_seconds=0.001)
-    return [files["model"], "--tokenizer", files["tokenizer"], "--served-model-name", "scripted"]
+    return [files["model"], "--tokenizer", files["tokenizer"], "--served-model-name", "scripted", "also"]
 
 
 @pytest.fixture(scope="session")

@@ -155,10 +155,14 @@ def test_attached_and_by_itself(slow: Served, tmp_path: Path) -> None:
 def ask(server: Served, body: dict[str, Any], receive_buffer: int = 0) -> socket.socket:
     """A connection that has sent a request, and reads nothing yet."""
     connection = server.connect(receive_buffer)
+    connection.sendall(request_of(body))
+    return connection
+
+
+def request_of(body: dict[str, Any]) -> bytes:
     data = json.dumps(body)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
-    connection.sendall(f"{head}\r\n\r\n{data}".encode())
-    return connection
+    return f"{head}\r\n\r\n{data}".encode()
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -175,6 +179,20 @@ def test_a_client_that_leaves(slow: Served, streams: bool, queued: bool) -> None
         assert time.monotonic() - left < 3.0, "that is its own end"
         stack.close()
         until(lambda: not llm.debug_requests(), "the end of the others")
+
+
+def test_a_client_that_leaves_with_a_second_request_on_its_way(slow: Served) -> None:
+    """It is aborted as any other, and its neighbours in a step, whose deltas are written behind its own, lose none."""
+    until(slow.is_idle, "an idle server")
+    with slow.connect() as connection:
+        connection.sendall(2 * request_of(LONG))
+        until(lambda: slow.get("/load").json()["server_load"] == 1, "a request")
+        neighbour = Reader(slow, {**LONG, "max_tokens": 50})
+    began = time.monotonic()
+    until(slow.is_idle, "its abort, and the neighbour's end")
+    assert time.monotonic() - began < 3, "that is its own end"
+    neighbour.join()
+    assert neighbour.lines[-1] == "data: [DONE]"
 
 
 def test_too_many(slow: Served) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
+import resource
+import time
 
 import httpx
 import pytest
@@ -12,7 +15,10 @@ from tests.support.scripted_model import scripted_output
 from tests.support.served import served
 from tests.support.waiting import until
 
+from wavecore.frontend.serve.http.protocol import KEPT_DESCRIPTORS
+
 STREAMS, TOKENS = 1000, 40
+CONNECTIONS = 10_000
 
 
 async def read(host: str, port: int, place: int) -> tuple[str, int]:
@@ -61,3 +67,50 @@ def test_connections_that_say_nothing_keep_nobody_out(scripted_files: list[str])
         address = httpx.URL(server.url)
         asyncio.run(sit(address.host, int(address.port or 0)))
         assert server.get("/health").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ten_thousand_connections(scripted_files: list[str]) -> None:
+    """As many as the server has descriptors for; the rest are refused within a second, and nobody who is in notices."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = 4000
+    if hard < CONNECTIONS + 500:
+        pytest.skip(f"ulimit -Hn is {hard}")
+
+    async def refused(host: str, port: int) -> float:
+        """Seconds until one more is refused; infinity if it is taken."""
+        begin = time.monotonic()
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            head = await asyncio.wait_for(reader.read(), 1.0)
+        except TimeoutError:
+            return math.inf
+        finally:
+            writer.close()
+        assert head.startswith(b"HTTP/1.1 503") and b'"type":"server_error"' in head
+        return time.monotonic() - begin
+
+    async def fill(host: str, port: int) -> None:
+        opened, waits = [], []
+        for _ in range(CONNECTIONS // 100):
+            found = await asyncio.gather(*[asyncio.open_connection(host, port) for _ in range(100)])
+            opened += found
+        closed = await asyncio.gather(*[asyncio.wait_for(reader.read(1), 30) for reader, _ in opened[room:]])
+        assert all(byte == b"H" for byte in closed)  # of HTTP/1.1 503
+        for _ in range(20):
+            waits.append(await refused(host, port))
+        assert max(waits) < 1.0, waits
+        reader, writer = opened[0]
+        writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+        for _, writer in opened:
+            writer.close()
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with served(*scripted_files) as server:
+        api = server.process_named("api server 0")
+        resource.prlimit(api.pid, resource.RLIMIT_NOFILE, (room + KEPT_DESCRIPTORS, hard))
+        address = httpx.URL(server.url)
+        asyncio.run(fill(address.host, int(address.port or 0)))
+        until(lambda: server.get("/health").status_code == 200, "an end of all connections")

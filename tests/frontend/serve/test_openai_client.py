@@ -31,10 +31,17 @@ def client(any_server: Served) -> Iterator[openai.OpenAI]:
 
 
 def test_models(client: openai.OpenAI) -> None:
-    [model] = client.models.list().data
-    assert client.models.retrieve(model.id) == model
+    models = client.models.list().data
+    assert [client.models.retrieve(model.id) for model in models] == models
+    for model in models:  # several names of one, of which answers have the first
+        answer = client.chat.completions.create(model=model.id, messages=MESSAGES, max_completion_tokens=1)
+        assert answer.model == models[0].id
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.models.retrieve("other")
+
+
+def test_a_model_has_all_its_names(server: Served) -> None:
+    assert [card["id"] for card in server.get("/v1/models").json()["data"]] == ["scripted", "also"]
 
 
 def test_chat(client: openai.OpenAI) -> None:

@@ -119,6 +119,19 @@ async def test_a_fault_of_ours_is_of_one_request(caplog: pytest.LogCaptureFixtur
     assert "ZeroDivisionError" in caplog.text
 
 
+async def test_a_connection_that_fails_is_of_one_request() -> None:
+    wire, box = Wire(), Box()
+    answer = reply(wire, [box])
+    feed(answer, box, "a")
+
+    async def send(_: Any) -> None:
+        raise RuntimeError("the handler is closed")
+
+    answer.sender._send = send
+    feed(answer, box, "b")  # raises nothing: others of the step come behind it
+    assert '"text":"b"' not in wire.body
+
+
 async def test_a_silent_stream_shows_that_the_server_is_there() -> None:
     wire, box = Wire(), Box()
     answer = reply(wire, [box])

@@ -52,7 +52,7 @@ class RequestOptions(WireFields):
     def after(self, seconds: float) -> Self:
         """The options of a request that is sent again: its deadlines have run for so many seconds already."""
         left: dict[str, Any] = {name: max(MIN_SECONDS, limit - seconds) for name, limit in self.deadlines.items()}
-        return replace(self, **left)
+        return replace(self, **left) if left else self
 
 
 _CHECKS = field_checks(RequestOptions, OF_REQUEST)

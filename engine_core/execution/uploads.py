@@ -38,7 +38,7 @@ class Uploads:
         self.stream: torch.cuda.Stream | None = None
         self._turn = self._used = 0  # the piece being filled, and how far
         self._rows: dict[Tensor, list[tuple[int, I32]]] = {}  # by table; to be sent together
-        self._size = 0  # int32 values of them, packed
+        self._size = 0  # int32 values that they are when packed
         self.packed = torch.empty(PIECE // 4, dtype=torch.int32, device=device)
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -205,10 +205,12 @@ class LLM(BaseLLM, Inspection):
     ) -> list[EngineRequest]:
         each = _one_each("sampling_params", params, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
-        return [
-            self._service.prepare(prompt, p, replace(options, priority=rank), resume=resume)
-            for prompt, p, rank in zip(prompts, each, priorities, strict=True)
-        ]
+        requests = []
+        for prompt, p, rank in zip(prompts, each, priorities, strict=True):
+            if rank is not options.priority:  # mostly all have the same, which is checked once
+                options = replace(options, priority=rank)
+            requests.append(self._service.prepare(prompt, p, options, resume=resume))
+        return requests
 
 
 connect = LLM.connect

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
@@ -75,6 +75,11 @@ def make_plain(instance: object, checks: Mapping[str, Check]) -> None:
 
 def defaults(cls: Any) -> Mapping[str, Any]:
     """The fields of a dataclass with their defaults."""
+    return _defaults(cls)
+
+
+@cache
+def _defaults(cls: Any) -> Mapping[str, Any]:
     return {field.name: field.default for field in fields(cls)}
 
 

@@ -59,7 +59,7 @@ class DeviceState:
 
     def tensors(self) -> Iterator[Tensor]:
         """All but the pools of `sampling`."""
-        yield from (self.token_table, self.block_table, self.pooled_sum, self.input.copy.target)
+        yield from (self.token_table, self.block_table, self.pooled_sum, self.input.copy.target, self.uploads.packed)
 
     def begin(self, new_requests: tuple[NewRequest, ...]) -> None:
         """Take over the slots of new requests. No step in flight has a row of them. (One without such a row may be: the
@@ -85,7 +85,7 @@ class DeviceState:
                 + TRUNCATES * bool(truncates)
                 + EDITS * edits
             )
-            self.uploads.write(self.token_table[slot, : len(new.token_ids)], new.token_ids)
+            self.uploads.write_row(self.token_table, slot, new.token_ids)
         self.uploads.join()
         for new in new_requests:
             self.sampling.count(new)

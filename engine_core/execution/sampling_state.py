@@ -98,13 +98,14 @@ class SamplingState:
             "word_start": zeros(seqs * (WORDS + 1), device=device),
             "word_tokens": zeros(seqs * MAX_BAD_WORD_TOKENS, device=device),
         }
+        self._rows = {name: pool.view(seqs, -1) for name, pool in self.pools.items()}
 
     def tensors(self) -> Iterator[Tensor]:
         """The pools; table and columns belong to others."""
         yield from self.pools.values()
 
     def begin(self, new: NewRequest) -> tuple[bool, bool]:
-        """Take over the parameters of a slot that begins, and write its rows of the pools through `uploads`.
+        """Take over the parameters of a slot that begins, and have `uploads` write its rows of the pools.
 
         Returns: whether it may use truncation, and bias or bad words; see `SamplingRows`.
         """
@@ -152,10 +153,10 @@ class SamplingState:
     def _allow(self, slot: int, params: SamplingParams) -> int:
         if params.allowed_token_ids is None:
             return -1
-        row = self.pools["allowed"][slot]
-        bits, columns = np.zeros(len(row) * 32, np.uint8), np.array(params.allowed_token_ids) - self.own.start
+        bits = np.zeros(self.pools["allowed"].shape[1] * 32, np.uint8)
+        columns = np.array(params.allowed_token_ids) - self.own.start
         bits[columns[(columns >= 0) & (columns < len(self.own))]] = 1
-        self.uploads.write(row, np.packbits(bits, bitorder="little"))
+        self._put("allowed", slot, np.packbits(bits, bitorder="little").view(np.int32))
         return slot
 
     def _put_biases(self, new: NewRequest) -> int:
@@ -170,9 +171,9 @@ class SamplingState:
         self.host["bias_range"][slot] = begin, begin + len(entries)
         if entries:
             ids, values, until_ = zip(*entries, strict=True)
-            self._put("bias_ids", begin, np.array(ids, np.int32))
-            self._put("bias_values", begin, np.array(values, np.float32))
-            self._put("bias_until", begin, np.array(until_, np.int32))
+            self._put("bias_ids", slot, np.array(ids, np.int32))
+            self._put("bias_values", slot, np.array(values, np.float32))
+            self._put("bias_until", slot, np.array(until_, np.int32))
         return len(entries)
 
     def _put_words(self, slot: int, params: SamplingParams) -> int:
@@ -182,12 +183,12 @@ class SamplingState:
         self.host["word_range"][slot] = begin, begin + len(words)
         if words:
             starts = np.cumsum([tokens, *map(len, words)])
-            self._put("word_start", begin, starts.astype(np.int32))
-            self._put("word_tokens", tokens, np.concatenate(words).astype(np.int32))
+            self._put("word_start", slot, starts.astype(np.int32))
+            self._put("word_tokens", slot, np.concatenate(words).astype(np.int32))
         return len(words)
 
-    def _put(self, pool: str, begin: int, values: npt.NDArray[Any]) -> None:
-        self.uploads.write(self.pools[pool][begin : begin + len(values)], values)
+    def _put(self, pool: str, slot: int, values: npt.NDArray[Any]) -> None:
+        self.uploads.write_row(self._rows[pool], slot, values)
 
 
 def _penalises(params: SamplingParams) -> bool:

@@ -9,7 +9,9 @@ import hashlib
 import math
 import secrets
 from dataclasses import replace
+from functools import lru_cache
 
+import msgpack
 import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
@@ -22,6 +24,9 @@ from wavecore.transport.errors import Overloaded, ValidationError
 from wavecore.transport.wire.messages import Add, TensorFrame
 from wavecore.transport.wire.tensors import to_numpy
 
+SAME = 8  # parameters that are remembered
+NO_KEYS = block_hash.root_key({})
+
 
 def request_from_add(add: Add, info: RunnerInfo, config: EngineConfig) -> Request:
     """Check everything again, resolve what the engine decides, and hash the prompt's blocks.
@@ -30,10 +35,9 @@ def request_from_add(add: Add, info: RunnerInfo, config: EngineConfig) -> Reques
         ValidationError: naming the field and the way out.
     """
     tokens = _prompt(add.prompt, info.vocab_size)
-    seed = add.params.get("seed")
-    seed = _seed(config.seed, add.handle, tokens) if seed is None else seed
-    params = SamplingParams.from_wire({**add.params, "seed": seed}).of_model(info.vocab_size)
-    params.check_model(info.vocab_size, info.eos_token_ids, info.max_logprobs)
+    params = _params(msgpack.packb(add.params), info.vocab_size, info.eos_token_ids, info.max_logprobs)
+    if params.seed is None:
+        params = params.seeded(_seed(config.seed, add.handle, tokens))
     options = RequestOptions.from_wire(add.options)
     if options.queue_timeout is None and config.max_queue_seconds is not None:
         options = replace(options, queue_timeout=config.max_queue_seconds)
@@ -58,6 +62,17 @@ def request_from_add(add: Add, info: RunnerInfo, config: EngineConfig) -> Reques
     if config.enable_prefix_caching:
         _hash_blocks(request, info.block_size)
     return request
+
+
+# Requests that come together mostly want the same. Equal bytes are equal values of equal types (True and 1 are not), so
+# what was checked once holds again. Few are kept, as each may hold a megabyte.
+
+
+@lru_cache(SAME)
+def _params(packed: bytes, vocab_size: int, eos_token_ids: tuple[int, ...], max_logprobs: int) -> SamplingParams:
+    params = SamplingParams.from_wire(msgpack.unpackb(packed, strict_map_key=False)).of_model(vocab_size)
+    params.check_model(vocab_size, eos_token_ids, max_logprobs)
+    return params
 
 
 def check_room(request: Request, config: EngineConfig, queued_reqs: int, queued_bytes: int) -> None:
@@ -119,8 +134,8 @@ def _prompt(frame: TensorFrame, vocab_size: int) -> I32:
     if not frame.shape[0]:
         raise ValidationError("prompt", "must hold at least one token")
     tokens = to_numpy(frame).copy()
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
+    if int(tokens.view(np.uint32).max()) >= vocab_size:  # as those below 0 are, too
+        low, high = int(tokens.min()), int(tokens.max())
         outside = low if low < 0 else high
         raise ValidationError("prompt", f"token id {outside} is outside the vocabulary of {vocab_size}")
     return tokens
@@ -154,5 +169,5 @@ def _hash_blocks(request: Request, block_size: int) -> None:
         keys["salt"] = request.options.cache_salt.encode()
     if request.prompt_embeds is not None:
         keys["prompt_embeds"] = hashlib.sha256(request.prompt_embeds.data).digest()
-    request.root = block_hash.root_key(keys)
+    request.root = block_hash.root_key(keys) if keys else NO_KEYS
     block_hash.extend(request.hashes, request.root, request.tokens, block_size)

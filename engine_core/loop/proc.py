@@ -41,6 +41,7 @@ _NOTHING_RAN_SECONDS = 0.005
 _CALL_SECONDS = 0.005  # of a turn for utility calls; a longer call is the only one of its turn
 _JOIN_SECONDS = 4.0
 _BEHIND_BYTES = 32 << 20  # not read by a client that gets no more reports of many alternatives until it has
+_BURST_SECONDS, _LOOK_SECONDS = 0.02, 0.0002  # that a request waits for those behind it at most; between two looks
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ class EngineCoreProc:
             self._progress.busy(False)
             self._sleep(None)
             self._progress.busy(True)
+            self._await_burst()
         elif not moved and not self._calls:  # work that cannot run just now: no reason to spin
             self._sleep(_NOTHING_RAN_SECONDS)
         for _ in range(self.input_queue.qsize()):  # what comes meanwhile waits for the next turn
@@ -165,6 +167,13 @@ class EngineCoreProc:
         """Until something came in, or the time is over."""
         with contextlib.suppress(queue.Empty):
             self._handle(self.input_queue.get(timeout=seconds))
+
+    def _await_burst(self) -> None:
+        """Requests that came together begin together. A step of the first few alone would hold up the others by its
+        whole length, and be launched slowly, beside an input thread that works."""
+        until = time.monotonic() + _BURST_SECONDS
+        while self._input.busy and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
 
     def _handle(self, item: Any) -> None:
         match item:

@@ -65,6 +65,7 @@ class Service:
         self.runtime_dir = runtime_dir
         self._supervisor = supervisor
         self._numbers = itertools.count()
+        self._last_wire: tuple[SamplingParams | None, dict[str, Any]] = None, {}  # of `_wire`
         self._text_threads: ThreadPoolExecutor | None = None
         self.client = EngineClient(runtime_dir, timeout=timeout, stage=stage)
         try:
@@ -253,7 +254,12 @@ class Service:
         params.check_prompt(length)
 
     def _wire(self, params: SamplingParams) -> dict[str, Any]:
-        """Parameters as the engine takes them: words as ids, and without what only the text side reads."""
+        """Parameters as the engine takes them: words as ids, and without what only the text side reads. The requests of
+        a batch mostly share theirs, which never change, so the last ones are remembered."""
+        given, wire = self._last_wire
+        if params is given:
+            return wire
+        given = params
         if params.stop:
             if not params.detokenize:
                 raise ValidationError("stop", "needs detokenize=True; use stop_token_ids without text")
@@ -265,6 +271,7 @@ class Service:
         params.check_model(self.vocab_size, self.resolved["eos_token_ids"], self.resolved["max_logprobs"])
         wire = params.to_wire()
         wire.pop("stop", None)
+        self._last_wire = given, wire
         return wire
 
 

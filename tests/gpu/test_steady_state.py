@@ -43,6 +43,7 @@ def use_small_ring(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uploads in pieces of 256 bytes, four of them; and changes of the tables that do not fit the step's vector."""
     monkeypatch.setattr(uploads, "PIECE", 256)
     monkeypatch.setattr(uploads, "PIECES", 4)
+    monkeypatch.setattr(uploads, "LARGE", 1)  # so that some prompts are packed, and some are not
     ring = uploads.Uploads(runner.device)
     for owner in (runner.state, runner.state.input, runner.state.sampling):
         monkeypatch.setattr(owner, "uploads", ring)

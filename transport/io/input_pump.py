@@ -26,6 +26,7 @@ from wavecore.transport.wire.step_tokens import finish_rows
 
 MAX_QUEUED = 10_000  # items that wait for the main loop
 MAX_CHOICES = 1024  # of a refused ADD that are answered; a larger `n` is nonsense
+OF_STREAM = Up | Piece | Mark  # making it takes as long as looking a message up in it
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ class InputPump(BoundThread):
         output: where refusals and acknowledgements go.
         admit: turns an ADD into a request or raises WavecoreError, which becomes the request's end.
         input_queue: gets what `admit` returns, Abort and Utility as they came, and IoThreadFailed.
+
+    Attributes:
+        busy: it has not seen the end of what came together yet.
 
     Raises:
         ConfigError, ResourceError, StartError: the address cannot be bound.
@@ -56,21 +60,24 @@ class InputPump(BoundThread):
         self._output = output
         self._admit = admit
         self._input_queue = input_queue
+        self.busy = False
 
     def _turn(self, ready: Mapping[Any, int]) -> None:
-        while self._socket in ready and not self._is_ending:
+        self.busy = self._socket in ready
+        while self.busy and not self._is_ending:
             try:
                 frames = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
-                return
-            self._receive(frames)
+                self.busy = False
+            else:
+                self._receive(frames)
 
     def _receive(self, frames: Sequence[Buffer]) -> None:
         size = total_bytes(frames)
         sender: ClientInput | None = None
         try:
             message = decode(frames)
-            if not isinstance(message, Up | Piece | Mark):
+            if not isinstance(message, OF_STREAM):
                 raise ProtocolError(f"{type(message).__name__} on the input socket")
             sender = self._find(message.client_id, message.epoch)
             if sender is None:

@@ -30,7 +30,7 @@ from wavecore.transport.wire.messages import Load, StepTokens, TensorFrame
 from wavecore.transport.wire.step_tokens import check_step_tokens
 from wavecore.transport.wire.tensors import DTYPES, MAX_DIMS, TensorReader, byte_length, tensor_frames
 
-Buffer = bytes | memoryview
+Buffer = bytes | memoryview  # a view is one of bytes: its length is their number
 Frames = list[Buffer]
 
 MAX_FRAME_BYTES = 104_857_600
@@ -120,7 +120,7 @@ def numbered(frames: Frames, number: int) -> Frames:
 
 
 def total_bytes(frames: Sequence[Buffer]) -> int:
-    return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)
+    return sum(map(len, frames))
 
 
 def _unpack(frame: Buffer, most: int) -> list[Any]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,7 @@ from wavecore.engine_core.execution import pinned_copies, uploads
 
 
 class LateDevice:
-    """One stream of copies.
+    """One stream of copies, and of the kernel that takes packed rows apart.
 
     Attributes:
         waits: how often the host waited for a copy that was not done yet.
@@ -24,7 +25,7 @@ class LateDevice:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.queue: list[tuple[Tensor, Tensor]] = []
+        self.queue: list[tuple[Callable[..., object], tuple[Any, ...]]] = []  # with arguments
         self.done = self.waits = 0
         self.joined: list[int] = []
         copy = Tensor.copy_
@@ -32,17 +33,18 @@ class LateDevice:
         def late(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             if not non_blocking:
                 return copy(target, source)
-            self.queue.append((target, source))
+            self.queue.append((copy, (target, source)))
             return target
 
-        self.copy = copy
+        index_copy = Tensor.index_copy_
+        monkeypatch.setattr(Tensor, "index_copy_", lambda *args: self.queue.append((index_copy, args)))
         monkeypatch.setattr(Tensor, "copy_", late)
         monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
 
     def run(self, end: int) -> None:
         """Copies up to the end-th happen."""
-        for target, source in self.queue[self.done : end]:
-            self.copy(target, source)
+        for do, args in self.queue[self.done : end]:
+            do(*args)
         self.done = max(self.done, end)
 
     def step_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,28 @@ def test_uploads_larger_than_a_piece_and_than_the_ring(
     assert {len(piece) for piece in ring._pieces} == {256}
 
 
+def test_rows_of_many_requests_travel_together(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than once fit into what they are packed into, and into the ring; and one row too large to be packed."""
+    ring = device.uploads(16384, 4, monkeypatch)
+    draw = np.random.default_rng(0)
+    tokens, biases = torch.zeros(300, 200, dtype=torch.int32), torch.zeros(300, 4)
+    for _ in range(3):
+        want, want_biases = tokens.clone(), biases.clone()
+        before = len(device.queue)
+        for row in draw.permutation(300).tolist():
+            ids = draw.integers(0, 1 << 30, 200 if row == 7 else int(draw.integers(1, 40))).astype(np.int32)
+            ring.write_row(tokens, row, ids)
+            want[row, : len(ids)] = torch.from_numpy(ids)
+            if row % 3 == 0:
+                values = draw.normal(size=3).astype(np.float32)
+                ring.write_row(biases, row, values)
+                want_biases[row, :3] = torch.from_numpy(values)
+        ring.join()
+        assert len(device.queue) - before < 40, "copies and launches for 400 rows"
+        device.run(device.joined[-1])
+        assert torch.equal(tokens, want) and torch.equal(biases, want_biases)
+
+
 def test_uploads_wait_only_for_a_ring_that_is_full(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     ring = device.uploads(256, 4, monkeypatch)
     target = torch.zeros(4 * 64 + 1, dtype=torch.int32)
@@ -174,12 +196,12 @@ def test_a_step_is_one_copy_and_one_more_where_a_slot_begins(
     steady = plan([5, 2, 7], [1, 1, 1], table=table)
     shape = StepShape(steady, Buckets(64, 16))
     step_input.bring(shape, np.array([1], np.int32), columns)
-    [(target, _)] = device.queue
+    [(_, (target, _))] = device.queue
     assert target.is_contiguous() and target.data_ptr() == step_input.copy.target.data_ptr()
     assert len(target) == step_input.columns_at
     begins = NewRequest(5, np.zeros(3, np.int32), 3, SamplingParams())
     step_input.bring(StepShape(replace(steady, new_requests=(begins,)), Buckets(64, 16)), NONE, columns)
-    _, (again, _), (brought, _) = device.queue
+    _, (_, (again, _)), (_, (brought, _)) = device.queue
     assert again.shape == target.shape and again.data_ptr() == target.data_ptr()
     assert brought.data_ptr() == step_input.columns.data_ptr() and len(brought) == 32
     device.run(len(device.queue))

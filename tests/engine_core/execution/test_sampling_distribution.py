@@ -74,6 +74,7 @@ def test_draws_follow_the_exact_distribution(names: tuple[str, ...]) -> None:
     for chunk in range(5):  # a new request a chunk: `sample` counts what it draws, which must not feed back
         new = NewRequest(0, ids[0].numpy(), len(PROMPT), SamplingParams(seed=7, **options))
         truncates, edits = state.begin(new)
+        state.uploads.join()
         state.count(new)
         draws = total // 5
         positions = torch.arange(draws, dtype=torch.int32) + 10 + chunk * draws

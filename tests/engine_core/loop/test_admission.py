@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.support.scheduler_driver import SchedulerDriver, make_add
 
+from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.plan import StepPlan, StepResult
 from wavecore.engine_core.request import Request
@@ -142,6 +143,30 @@ def test_seed_is_fresh_without_one_and_stable_with_a_base() -> None:
     assert one == two and one is not None
     assert admit([2], driver=SchedulerDriver(SCRIPT, seed=5)).params.seed != one
     assert admit([1], seed=-4).params.seed == -4
+
+
+def test_a_value_that_equals_one_that_was_checked_is_checked_too() -> None:
+    """True and 1.0 equal 1; what was found of it before must not let them in, nor keep it out afterwards."""
+    for _ in range(2):
+        admit([1], {"priority": 1}, n=1, max_tokens=2)
+        for wrong in (True, 1.0):
+            with pytest.raises(ValidationError, match=r"^n: "):
+                admit([1], {"priority": 1}, n=wrong, max_tokens=2)
+            with pytest.raises(ValidationError, match=r"^priority: "):
+                admit([1], {"priority": wrong}, n=1, max_tokens=2)
+
+
+def test_the_same_parameters_and_each_a_seed_of_its_own() -> None:
+    """Whose checks are remembered, and for how long, shows nowhere: not in seeds, fields, or another model's bounds."""
+    one, other = (admit([1], temperature=0.5, logit_bias={7: 1.0}) for _ in range(2))
+    assert one.params.seed != other.params.seed and one.params.clone(seed=0) == other.params.clone(seed=0)
+    assert one.params == SamplingParams.from_wire(one.params.to_wire())
+    assert admit([1], temperature=0.5, seed=5).params.seed == 5
+    small = SchedulerDriver(replace(SCRIPT, vocab_size=7))
+    with pytest.raises(ValidationError, match="vocabulary of 7"):
+        admit([1], driver=small, temperature=0.5, logit_bias={7: 1.0})
+    hurried = SchedulerDriver(SCRIPT, max_queue_seconds=3.0)
+    assert [admit([1], driver=driver).options.queue_timeout for driver in (None, hurried)] == [None, 3.0]
 
 
 def test_prompt_embeds_are_checked_and_widened() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.scheduler_driver import CLIENT, SchedulerDriver
+from tests.support.scheduler_driver import CLIENT, SchedulerDriver, make_add
 
 from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.loop import proc as proc_module
@@ -158,3 +158,39 @@ def test_a_client_with_much_to_read_gets_no_more_reports_and_to_wait_for_it_is_n
     tokens = [entry[1] for entry in recorder.seen if isinstance(entry, tuple)]
     assert tokens == [1 + other] * 6 + [1] * 6, "who waits gets its tokens behind all others"
     assert recorder.seen.count("beat") >= 30 and last > 20
+
+
+def test_requests_that_come_together_begin_together(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    proc, recorder, driver = loop
+    first, *others = [driver.core.admit(make_add(handle, [1] * 5, max_tokens=1)) for handle in range(4)]
+
+    def sleep(_: float) -> None:
+        """The input thread hands one more over; the last one ends what came together."""
+        proc.input_queue.put(others.pop())
+        proc._input.busy = bool(others)
+
+    monkeypatch.setattr(proc_module.time, "sleep", sleep)
+    proc._input.busy = True
+    proc.input_queue.put(first)
+    while not any(isinstance(entry, tuple) for entry in recorder.seen):
+        turn(proc)
+    assert recorder.seen[-1] == ("tokens", 4)
+
+
+def test_a_request_waits_a_moment_for_others_and_no_longer(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    proc, recorder, driver = loop
+    looks: list[float] = []
+    monkeypatch.setattr(proc_module.time, "sleep", looks.append)
+    monkeypatch.setattr(proc_module.time, "monotonic", lambda: sum(looks))
+    proc._input.busy = True  # for ever
+    proc.input_queue.put(driver.core.admit(make_add(0, [1] * 5, max_tokens=1)))
+    while ("tokens", 1) not in recorder.seen:
+        turn(proc)
+    assert sum(looks) == pytest.approx(proc_module._BURST_SECONDS, abs=proc_module._LOOK_SECONDS)
+
+
+def turn(proc: EngineCoreProc) -> None:
+    """One turn of the loop."""
+    proc._process_input_queue(moved=True)
+    if outputs := proc.core.step()[0]:
+        proc._output.put(outputs)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from bench_detokenize import small_tokenizer
 
@@ -47,10 +48,10 @@ def pipeline(folder: Path, *stages: str, overlap: bool = False) -> ModelPipeline
         scripts = {"*": ids[-1], **{str(own[0]): own for own in ids[:-1]}}
         script = {"vocab_size": vocab_size, "eos_token_id": vocab_size - 1, "num_blocks": 20_000, "scripts": scripts}
         file.write_text(json.dumps({**script, "step_seconds": STEP_SECONDS[stage]}))
-        settings = {"tokenizer": str(folder), "max_num_seqs": SLOTS}
+        settings: dict[str, Any] = {"tokenizer": str(folder), "max_num_seqs": SLOTS}
         by_sentence = overlap and stage != stages[0]
-        prompt = "All of it: {" + ("prompt" if stage == stages[0] else "draft") + "}"
-        prompt = None if by_sentence else prompt
+        whole = "All of it: {" + ("prompt" if stage == stages[0] else "draft") + "}"
+        prompt = None if by_sentence else whole
         made.add_stage(stage, f"scripted:{file}", prompt=prompt, overlap=by_sentence, **settings)
     return made
 

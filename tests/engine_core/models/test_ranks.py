@@ -123,7 +123,7 @@ def test_a_number_of_ranks_is_refused_before_torch_is_imported(wide: Path) -> No
     phases: list[str] = []
     group: Any = SimpleNamespace(ranks=3, rank=1)
     with pytest.raises(ConfigError, match="tensor_parallel_size 3: 8 heads"):
-        make_worker(EngineConfig(model=str(wide)), lambda phase, _: phases.append(phase), group)
+        make_worker(EngineConfig(model=str(wide), tensor_parallel_size=3), lambda phase, _: phases.append(phase), group)
     assert "import" not in phases
 
 

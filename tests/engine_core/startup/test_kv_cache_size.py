@@ -131,7 +131,7 @@ class Runner:
         self.device, self.on, self.kv_cache = CUDA, on, SimpleNamespace(nbytes=0)
         self.block_bytes = model.kv_values_per_token * block_size * DTYPES[dtype].itemsize
         self.state = SimpleNamespace(max_blocks=-(-length // block_size))
-        self.model = SimpleNamespace(group=ALONE, spec=model)
+        self.model = SimpleNamespace(group=ALONE, least=int, spec=model)
         self.info = RunnerInfo(0, 0, block_size, length, model.vocab_size, model.hidden_size, (), dtype, "cuda:0")
 
     def memory_stats(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from tests.support.model_engine import ModelEngine
 from tests.support.thread_ranks import ThreadRanks
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.plan import NewRequest, StepPlan, int_table
+from wavecore.engine_core.plan import LeastSize, NewRequest, StepPlan, int_table
 from wavecore.engine_core.tensor_parallel import worker
 from wavecore.engine_core.tensor_parallel.plan_codec import decode, encode
 from wavecore.engine_core.tensor_parallel.step_check import digest
@@ -71,10 +71,10 @@ def test_a_token_that_one_rank_drew(model: Path) -> None:
 def test_a_plan_that_one_rank_has(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it computes is the same: nobody looks at blocks behind the sequence."""
 
-    def other_plan(data: bytes) -> StepPlan:
-        plan = decode(data)
+    def other_plan(data: bytes) -> tuple[StepPlan, LeastSize | None]:
+        plan, least = decode(data)
         more = [[0, 60, 1]] if plan.step_id == 2 else np.zeros((0, 3))
-        return replace(plan, table=np.concatenate((plan.table, more), dtype=np.int32, casting="unsafe"))
+        return replace(plan, table=np.concatenate((plan.table, more), dtype=np.int32, casting="unsafe")), least
 
     monkeypatch.setattr(worker, "decode", other_plan)
     found = difference(ThreadRanks(model, 2, check_ranks=True), 3)
@@ -90,7 +90,7 @@ def test_every_field_of_a_plan_counts() -> None:
         return replace(whole, **changes)
 
     first = plan()
-    assert digest(first) == digest(plan()) == digest(decode(b"".join(encode(first))))
+    assert digest(first) == digest(plan()) == digest(decode(b"".join(encode(first, None)))[0])
     numbers = {field.name for field in fields(StepPlan) if field.init} - {"new_requests", "samples", "captures"}
     others = [plan(**{name: getattr(first, name) + 1}) for name in numbers]
     others += [plan(samples=~first.samples), plan(captures=True)]

@@ -105,7 +105,7 @@ def test_every_scenario_from_graphs(runner: Any, replays: list[int], name: str) 
     for _ in range(2):
         driver = ModelDriver(runner)
         driver.run(SCENARIOS[name](driver), chunk=chunk_of(name))
-    assert replays or name.startswith(("pooling", "prompt_logprobs of short", "embeds"))
+    assert replays or name.startswith(("pooling", "prompt_logprobs of short", "embeds", "logprobs of"))
 
 
 def test_a_mixed_step_after_a_capture_of_prompts_alone(runner: Any, replays: list[int]) -> None:

@@ -105,7 +105,7 @@ def test_every_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     attention([1, 1, 1, 63, 65, 7], [63, 64, 129, 63, 65, 128], (256, 1, 5), dtype, 64)
     for dim in (80, 96):  # heads padded in a block of 128; the last row has tiles that no query masks
         attention([1, 1, 17, 40], [1, 97, 17, 240], (dim, 1, 3), dtype, 16)
-    assert launched == kernels()
+    assert launched == kernels() - {"_all_reduce"}  # which tests/multi_gpu launches: it needs other ranks
 
 
 def attention(

@@ -111,8 +111,10 @@ class GroupWatch:
         """None, or a rank that is stuck, and why."""
         waits = [peer if (peer := page.waits_for) in range(len(self._pages)) else None for page in self._pages]
         stuck = None
+        stopped = {rank for rank, watch in enumerate(self._watches) if watch.is_stopped}
         for rank, watch in enumerate(self._watches):  # all of them: each counts its ticks
             circle = _circle(rank, waits)
+            circle = [] if stopped.intersection(circle) else circle  # it may open when that rank goes on
             works = waits[rank] is None and (self._pages[rank].is_busy or rank in waits)
             reason = watch.tick(has_work=works or bool(circle))
             if reason is not None and stuck is None:
@@ -146,9 +148,13 @@ class StallWatch:
         self._cpu_seconds: float | None = None  # at the last tick without a beat
         self._idle = self._computing = 0
 
+    @property
+    def is_stopped(self) -> bool:
+        return _read_stat(Path(f"/proc/{self._pid}/stat"))[1] in ("T", "t")
+
     def tick(self, has_work: bool) -> str | None:
         """None, or why the rank counts as stuck."""
-        stopped = _read_stat(Path(f"/proc/{self._pid}/stat"))[1] in ("T", "t")
+        stopped = self.is_stopped
         if not stopped and (not has_work or self._page.beats != self._beats):
             self._beats = self._page.beats
             self._idle = self._computing = 0

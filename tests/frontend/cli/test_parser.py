@@ -290,7 +290,7 @@ def test_flags_of_vllm_are_refused_by_name() -> None:
 
 def test_flags_of_vllm_that_ask_for_nothing() -> None:
     plain = [
-        "--disable-custom-all-reduce",
+        "--disable-log-stats",
         "--no-trust-remote-code",
         "--quantization",
         "gguf",
@@ -299,7 +299,7 @@ def test_flags_of_vllm_that_ask_for_nothing() -> None:
     assert parse(*plain, "--tokenizer-mode", "auto", "--max-num-seqs", "3") == EngineConfig(max_num_seqs=3)
     parser = CommandParser("generate", "", "", words=["prompt"])
     parser.option("prompt", str, "", "")
-    assert parser.parse(["--disable-custom-all-reduce", "a prompt"]).prompt == "a prompt"
+    assert parser.parse(["--disable-log-stats", "a prompt"]).prompt == "a prompt"
 
 
 def test_sizes_of_graphs_are_a_list_of_numbers() -> None:

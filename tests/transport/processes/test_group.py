@@ -485,6 +485,19 @@ def test_who_of_a_group_is_stuck(
     assert words in stuck[1]
 
 
+def test_a_circle_with_a_stopped_rank_is_no_deadlock(sleepers: list[tuple[int, ProgressPage]]) -> None:
+    """Who is stopped is to blame: the others would go on with it."""
+    for number, (_, page) in enumerate(sleepers):
+        page.wait_for((number + 1) % len(sleepers))
+        page.busy(True)
+    os.kill(sleepers[2][0], signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{sleepers[2][0]}/stat").read_text().split()[2] == "T")
+    watch = GroupWatch(sleepers, idle_seconds=2 * stall.TICK_SECONDS, step_seconds=60)
+    rank, why = next(verdict for verdict in (watch.tick() for _ in range(6)) if verdict is not None)
+    assert rank == 2
+    assert why.startswith("it has been stopped")
+
+
 def test_whoever_ends_the_chain_may_compute(sleepers: list[tuple[int, ProgressPage]]) -> None:
     """Rank 0 waits for one that computes (this process): a long step, and no rank is stuck before its limit."""
     page = sleepers[0][1]

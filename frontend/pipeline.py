@@ -32,7 +32,7 @@ from wavecore.frontend.outputs import FinishName, RequestOutput, shown
 from wavecore.frontend.progress_bars import StartBar
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
 from wavecore.frontend.text.messages import ChatOptions
-from wavecore.transport.errors import ConfigError, EngineDead, WavecoreError, from_code
+from wavecore.transport.errors import ConfigError, EngineDead, NotSupportedError, WavecoreError, from_code
 from wavecore.transport.processes.supervisor import Supervisor
 from wavecore.transport.wire.checks import OF_REQUEST
 
@@ -148,6 +148,8 @@ class ModelPipeline:
         if params is not None and not (isinstance(params, SamplingParams) and params.n == 1 and params.detokenize):
             raise ConfigError(f"stage {name}: sampling_params must be SamplingParams of one choice, with detokenize")
         config = engine_config({**self._settings, **settings, "model": model})
+        if config.data_parallel_backend == "ray":
+            raise NotSupportedError(f"stage {name}: data_parallel_backend ray; leave it out, stages are on one host")
         check_tokenizer(config)
         gpus = OF_SETTING.numbers("gpus", gpus, 0, sys.maxsize)
         make = _maker(name, f"{{{known[-1]}}}" if prompt is None else prompt, known)

@@ -23,6 +23,7 @@ from wavecore.engine_core.api.devices import places
 from wavecore.frontend.cli.engine import make_parser, serve
 from wavecore.frontend.cli.main import own_process, told
 from wavecore.frontend.cli.parser import settings
+from wavecore.transport.errors import NotSupportedError
 from wavecore.transport.processes.logs import LineWriter
 
 MAX_WAITING = 1 << 20  # lines for a file that is written too slowly; LineWriter says how many more it dropped
@@ -49,7 +50,10 @@ def device_map(config: EngineConfig) -> Mapping[str, str]:
 
     Raises:
         ConfigError: too few GPUs.
+        NotSupportedError: Ray chooses them, later.
     """
+    if config.data_parallel_backend == "ray":
+        raise NotSupportedError("scripts/launch.py with data_parallel_backend ray: use `wavecore engine`")
     found, size = [place for ranks in places(config) for place in ranks], config.tensor_parallel_size
     group = len(found) if config.dp_lockstep else size
     return {

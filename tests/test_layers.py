@@ -17,7 +17,7 @@ from documents import FOLDERS, ROOT, package_files
 
 MAX_FILES = 14
 MAY_IMPORT = {
-    "frontend": ("transport", "engine_core.api"),
+    "frontend": ("transport", "engine_core.api", "engine_core.ray_groups"),
     "engine_core": ("transport", "parallel", "kernels"),
     "parallel": ("transport", "kernels"),
     "kernels": (),
@@ -41,8 +41,8 @@ TIERS = {
         ("outputs", "prompts"),
     ),
     "engine_core": (
-        ("__main__",),
-        ("loop",),
+        ("__main__", "ray_groups"),
+        ("loop", "ray_actor"),
         ("scheduling",),
         ("kv_cache",),
         ("startup",),

@@ -20,6 +20,7 @@ from wavecore.transport.small_files import read_small, write_new
 
 KEY_FILES = ("server.key", "client.key")
 ALLOW_LIST = "authorized_clients"
+GUEST = f"{ALLOW_LIST}/deployment.pub"  # clients of another deployment
 MAX_KEY_FILE = 4096  # bytes
 
 
@@ -111,8 +112,11 @@ def _is_key(text: bytes) -> bool:
     return len(text) == 40 and _public(text) is not None
 
 
-def create_keys(keys_dir: Path) -> str:
+def create_keys(keys_dir: Path, guest: str = "") -> str:
     """Make the deployment's key files where they are missing; returns the server's public key.
+
+    Args:
+        guest: public key of further clients.
 
     Raises:
         ConfigError: those that are there, or the allow-list, cannot be used.
@@ -125,5 +129,7 @@ def create_keys(keys_dir: Path) -> str:
     server = KeyPair.load(keys_dir / "server.key").public
     if not (keys_dir / "client.key").exists():
         replace(KeyPair.generate(), server=server).save(keys_dir / "client.key")
+    if guest:
+        write_new(keys_dir / GUEST, guest.encode())
     CurveServer.load(keys_dir).allowed()  # what is wrong is told now, rather than to each client by silence
     return server.decode()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, Self
 
 from wavecore.engine_core.api.fields import Bounds, field_checks, make_plain
 from wavecore.engine_core.api.request_options import DEADLINE, MAX_ENGINES
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SEED
-from wavecore.transport.errors import ConfigError
+from wavecore.transport.errors import ConfigError, NotSupportedError
 from wavecore.transport.wire.checks import MAX_TEXT, MAX_TOKEN_ID, Checker
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -103,6 +104,12 @@ class EngineConfig:
             differ the engine ends, and its error names rank, step and row. To look for faults: it costs some time.
         data_parallel_size: engines of one deployment, each with the whole model and devices of its own, or a share of
             the CPU's threads; requests go to the least loaded.
+        data_parallel_backend: "mp" starts engines as processes of this host; "ray" each in a Ray actor, on any node of
+            a cluster (docs/several-gpus.md; needs `pip install wavecore[ray]`).
+        ray_address: of the cluster to join, "HOST:PORT" or "auto"; None starts a private one on this host, if the
+            program has not called `ray.init` itself.
+        ray_without_token: join a cluster that does not ask for a token (RAY_AUTH_MODE), where whoever reaches a port of
+            Ray's runs code as this user.
         dp_lockstep: data-parallel engines run the same number of forward passes, as models need whose engines share
             some of the work: all wait for the slowest, pause and end together, and are one failure domain.
         enable_expert_parallel: of a mixture of experts each rank of all engines holds some experts whole, as many as
@@ -155,6 +162,9 @@ class EngineConfig:
     disable_custom_all_reduce: bool = False
     check_ranks: bool = False
     data_parallel_size: Annotated[int, Bounds(1, MAX_ENGINES)] = 1
+    data_parallel_backend: Literal["mp", "ray"] = "mp"
+    ray_address: str | None = None
+    ray_without_token: bool = False
     dp_lockstep: bool = False
     enable_expert_parallel: bool = False
 
@@ -165,6 +175,10 @@ class EngineConfig:
         if self.dp_lockstep and not 1 < self.data_parallel_size <= MAX_LOCKSTEP_RANKS:
             size = f"data_parallel_size is {self.data_parallel_size}"
             raise ConfigError(f"dp_lockstep needs a data_parallel_size of 2 to {MAX_LOCKSTEP_RANKS}; {size}")
+        if self.data_parallel_backend == "ray":
+            self._check_ray()
+        elif self.ray_address is not None:
+            raise ConfigError(f"ray_address {self.ray_address} is for data_parallel_backend ray, and that is mp")
         if self.max_num_batched_tokens >= self.max_num_seqs:
             return
         if self.max_num_seqs == MAX_NUM_SEQS:
@@ -176,6 +190,18 @@ class EngineConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
                 "a step of all running requests would not fit; raise the one or lower the other"
             )
+
+    def _check_ray(self) -> None:
+        if self.dp_lockstep:
+            way_out = "votes lie in the memory of one host; start these engines with data_parallel_backend mp"
+            raise NotSupportedError(f"dp_lockstep with data_parallel_backend ray: {way_out}")
+        if self.address is not None:
+            way_out = "an engine listens at its node's address, with CURVE; leave address out"
+            raise NotSupportedError(f"address with data_parallel_backend ray: {way_out}")
+        if self.device.startswith("cuda:"):
+            raise ConfigError(f'device {self.device!r}: Ray chooses the GPUs; give "cuda"')
+        if self.ray_address is not None and not re.fullmatch(r"auto|[^/:\s]+:\d{1,5}", self.ray_address):
+            raise ConfigError(f'ray_address {self.ray_address!r}: give "HOST:PORT" of the cluster\'s head, or "auto"')
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

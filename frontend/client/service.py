@@ -6,12 +6,10 @@ import _thread
 import asyncio
 import atexit
 import itertools
-import os
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -20,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from wavecore.engine_core.api.config import MEMORY_ADVICE, SLOW_START_ADVICE, EngineConfig
-from wavecore.engine_core.api.devices import Placement, Stages, places
+from wavecore.engine_core.api.children import groups_of
+from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.devices import Stages, places
 from wavecore.engine_core.api.request_options import RequestOptions
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.client.client import EngineClient
@@ -34,7 +33,7 @@ from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tok
 from wavecore.transport.errors import ModelError, NotSupportedError, RequestTimeout, ValidationError, WavecoreError
 from wavecore.transport.processes import logs
 from wavecore.transport.processes.deployment import Address
-from wavecore.transport.processes.supervisor import ChildSpec, Limits, Supervisor
+from wavecore.transport.processes.supervisor import Limits, Supervisor
 from wavecore.transport.wire.checks import OF_REQUEST
 from wavecore.transport.wire.codec import MAX_FRAME_BYTES
 
@@ -295,37 +294,23 @@ def make_supervisor(
 
     Args:
         limits: None takes those of the settings.
-        on_output: see `Supervisor`.
+        on_output: see `Supervisor`; for processes of this host.
         stages: of a pipeline, of which `config` has the deployment's settings; None: all engines are of `config`.
 
     Raises:
-        ConfigError: too few GPUs for all engines.
+        ConfigError: too few GPUs for all engines; Ray is not installed.
     """
     logs.show(config.log_level)
-    models, numbers = stages or {"": (config, places(config))}, itertools.count()
-    groups = [ranks for stage, (own, engines) in models.items() for ranks in _groups(own, engines, stage, numbers)]
     limits = limits or Limits(ready=config.ready_timeout, drain=config.shutdown_timeout, step=config.step_timeout)
-    where = {"runtime_dir": config.runtime_dir, "address": config.address}
-    return Supervisor(groups, limits=limits, on_output=on_output, **where)
+    if config.data_parallel_backend == "ray":
+        from wavecore.engine_core.ray_groups import make_ray_supervisor  # for those alone who have Ray
 
-
-def _groups(
-    config: EngineConfig, engines: Sequence[Sequence[Placement]], stage: str, numbers: Iterator[int]
-) -> list[list[ChildSpec]]:
-    """The processes of all engines of one model, by group; of each engine its ranks' places are given."""
-    # What a custom op's module is imported by: the paths of this program.
-    paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
-
-    def spec(index: int, place: Placement) -> ChildSpec:
-        config_text, env = replace(config, device=place.device).to_json(), {**paths, **place.env}
-        advice = MEMORY_ADVICE, SLOW_START_ADVICE
-        name = f"engine {index} (stage {stage})" if stage else f"engine {index}"
-        return ChildSpec(name, "wavecore.engine_core", config_text, env, *advice, device=place.name, stage=stage)
-
-    groups = [[spec(index, place) for place in ranks] for ranks, index in zip(engines, numbers, strict=False)]
-    if config.dp_lockstep:
-        groups = [[replace(each, serves=rank == 0) for ranks in groups for rank, each in enumerate(ranks)]]
-    return groups
+        return make_ray_supervisor(config, limits)
+    models, numbers = stages or {"": (config, places(config))}, itertools.count()
+    groups = [ranks for stage, (own, engines) in models.items() for ranks in groups_of(own, engines, stage, numbers)]
+    return Supervisor(
+        groups, runtime_dir=config.runtime_dir, address=config.address, limits=limits, on_output=on_output
+    )
 
 
 def _tokenizer(resolved: Mapping[str, Any], own: Path | None) -> Tokenizer | None:

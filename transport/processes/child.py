@@ -57,8 +57,9 @@ class SupervisedChild:
     """
 
     def __init__(self, args: argparse.Namespace, memory_advice: str = MORE_MEMORY) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a program's thread may block what its children shall hear
         die_with_parent()
-        threading.Thread(target=_end_with, args=(args.parent_fd,), name="parent watch", daemon=True).start()
+        threading.Thread(target=end_with, args=(args.parent_fd,), name="parent watch", daemon=True).start()
         faulthandler.enable()
         faulthandler.register(STACKS_SIGNAL)
         with os.fdopen(args.config_fd, encoding="utf-8") as file:
@@ -122,8 +123,12 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_with(parent_fd: int) -> None:
-    """Sleep until the parent is gone (a pidfd turns readable, a pipe hangs up), then end with everything we started."""
+def end_with(parent_fd: int) -> None:
+    """Sleep until the parent is gone (a pidfd turns readable, a pipe hangs up), then end with everything we started.
+
+    Args:
+        parent_fd: of the parent.
+    """
     poll = select.poll()
     poll.register(parent_fd, select.POLLIN | select.POLLHUP)
     poll.poll()

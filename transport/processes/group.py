@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from wavecore.transport.addresses import engine_ports
 from wavecore.transport.errors import WavecoreError
@@ -72,6 +72,17 @@ class Backoff:
     def __init__(self) -> None:
         self._last_end, self._delay, self._failed_starts = -math.inf, 1.0, 0
 
+    def plan(self, name: str, cause: Cause, was_ready: bool) -> tuple[float, Mapping[str, Any]]:
+        """A life of this engine is over; when the next one starts (monotonic seconds, infinity for never), and what
+        becomes of its entries."""
+        now = time.monotonic()
+        delay = self.ended(now, was_ready)
+        down = f"stays down after {MAX_FAILED_STARTS} failed starts in a row"
+        then = down if delay is None else f"is started again in {delay:g} s"
+        logger.error("%s ended and %s: %s", name, then, cause.message)
+        changed = {"state": "failed" if delay is None else "waiting", "cause": cause, "last_cause": cause}
+        return math.inf if delay is None else now + delay, changed
+
     def ended(self, now: float, was_ready: bool) -> float | None:
         """A life ended at `now` (monotonic seconds); the delay before the next start, None for never."""
         self._failed_starts = 0 if was_ready else self._failed_starts + 1
@@ -81,6 +92,25 @@ class Backoff:
         delay = min(delay, MAX_DELAY)
         self._last_end, self._delay = now, 2.0 * delay
         return delay
+
+
+class EngineGroup(Protocol):
+    """What a supervisor runs: `Group`, or what stands for one that runs elsewhere. See there."""
+
+    entries: tuple[EngineEntry, ...]
+    resolved: Mapping[str, Any]
+    failure: WavecoreError | None
+
+    def spawn(self) -> None: ...
+
+    def stop(self, drain: float) -> None: ...
+
+    def destroy(self) -> None: ...
+
+    def tick(self) -> None: ...
+
+    @property
+    def state(self) -> str: ...
 
 
 class Group:
@@ -309,15 +339,10 @@ class Group:
             who = f"{self._specs[0].name}: " if self._specs[0].stage else ""
             self.failure = (cause.located(who) if self._is_alone else cause).as_error()
             return
-        delay = self._backoff.ended(time.monotonic(), was_ready)
-        down = f"stays down after {MAX_FAILED_STARTS} failed starts in a row"
-        then = down if delay is None else f"is started again in {delay:g} s"
-        logger.error("%s ended and %s: %s", self._specs[0].name, then, cause.message)
-        self._change(state="failed" if delay is None else "waiting", cause=cause, last_cause=cause)
+        self._spawn_at, changed = self._backoff.plan(self._specs[0].name, cause, was_ready)
+        self._change(**changed)
         if cause.phase == "bind" and not cause.signal:  # its port was taken meanwhile: take a new one
             self._change(input="", output="")
-        if delay is not None:
-            self._spawn_at = time.monotonic() + delay
 
     # --- words ----------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ _FRESH, _NAMED = "wavecore, fresh", "wavecore, named"  # first line of a lock fi
 _HERE = "."  # in its list: the folder itself, which the deployment made
 # What a deployment may write at all: a damaged list can name nothing else.
 _NAMES = re.compile(
-    r"\.|lock|\.?deployment\.json|engine\d+\.(in|out)|admin(-\d+)?\.sock|keys(/(server|client)\.key|/authorized_clients)?"
+    r"\.|lock|\.?deployment\.json|engine\d+\.(in|out)|admin(-\d+)?\.sock|"
+    r"keys(/(server|client)\.key|/authorized_clients(/deployment\.pub)?)?"
 )
 _MAX_LIST = 1 << 20
 _CHECKS = Checker(lambda name, reason: ConfigError(f"{name} {reason}"))

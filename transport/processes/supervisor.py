@@ -33,7 +33,7 @@ from wavecore.transport.errors import EngineDead, ResourceError, StartError, Wav
 from wavecore.transport.headroom import check_headroom
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Deployment
-from wavecore.transport.processes.group import Group, Limits, serving_ranks, socket_name
+from wavecore.transport.processes.group import EngineGroup, Group, Limits, serving_ranks, socket_name
 from wavecore.transport.processes.logs import LineWriter
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.runtime_dir import ADMIN_SOCKETS, RuntimeDir
@@ -78,6 +78,9 @@ class Supervisor:
         limits: how long things may take.
         on_output: called in the supervisor's thread, which it must not block, with a rank's name and each line that it
             prints; these lines go to stderr as well.
+        first: number of the first engine, where another supervisor has those before it.
+        client_key: public CURVE key of clients that have another deployment's `client.key`.
+        make_group: called in the supervisor's thread, as `Group` is.
 
     Example:
         with Supervisor([[ChildSpec("engine 0", "wavecore.engine_core", config.to_json())]]) as supervisor:
@@ -92,8 +95,12 @@ class Supervisor:
         address: str | None = None,
         limits: Limits | None = None,
         on_output: Callable[[str, str], None] | None = None,
+        first: int = 0,
+        client_key: str = "",
+        make_group: Callable[..., EngineGroup] = Group,
     ) -> None:
         self._specs, self._where, self._address = tuple(groups), runtime_dir, address
+        self._first, self._client_key, self._make_group = first, client_key, make_group
         self._limits, self._on_output = limits or Limits(), on_output
         self._dir: RuntimeDir | None = None
         self._deployment = Deployment("starting", os.getpid(), (), started=time.time())
@@ -132,8 +139,9 @@ class Supervisor:
         ranks = [len(specs) for specs in self._specs]
         check_headroom("an engine's supervisor", 19 + 4 * sum(ranks) + max(ranks), 3)
         engines = sum(len(serving_ranks(specs)) for specs in self._specs)
-        sockets = [socket_name(index, end) for index in range(engines) for end in ("in", "out")]
-        keys = ["keys", *(f"keys/{name}" for name in (*curve.KEY_FILES, curve.ALLOW_LIST))]
+        numbers = range(self._first, self._first + engines)
+        sockets = [socket_name(index, end) for index in numbers for end in ("in", "out")]
+        keys = ["keys", *(f"keys/{name}" for name in (*curve.KEY_FILES, curve.ALLOW_LIST, curve.GUEST))]
         names = [deployment.FILE, deployment.SCRATCH, *ADMIN_SOCKETS, *(keys if self._address else sockets)]
         self._dir = RuntimeDir(self._where, names)
         self._waker = Waker()
@@ -230,7 +238,7 @@ class Supervisor:
         output = LineWriter(lambda: sys.stderr)
         with selectors.DefaultSelector() as selector:
             selector.register(waker.fd, selectors.EVENT_READ, waker.clear)
-            groups: list[Group] = []
+            groups: list[EngineGroup] = []
             try:
                 groups = self._make(folder, selector, output)
                 self._loop(folder, selector, groups)
@@ -249,19 +257,20 @@ class Supervisor:
                 self._phases.put(None)
                 output.close()
 
-    def _make(self, folder: RuntimeDir, selector: selectors.BaseSelector, output: LineWriter) -> list[Group]:
+    def _make(self, folder: RuntimeDir, selector: selectors.BaseSelector, output: LineWriter) -> list[EngineGroup]:
         server_key = ""
         if self._address:
             check_interface(self._address)
             keys = folder.path / "keys"
             try:
-                server_key = curve.create_keys(keys)
-                folder.keep(*(f"keys/{name}" for name in curve.KEY_FILES))
+                server_key = curve.create_keys(keys, self._client_key)
+                guests = [curve.GUEST] if self._client_key else []
+                folder.keep(*(f"keys/{name}" for name in (*curve.KEY_FILES, *guests)))
             except OSError as error:
                 raise ResourceError(f"cannot write the keys in {keys}: {error}; name another runtime_dir") from error
         return [
-            Group(
-                sum(len(serving_ranks(before)) for before in self._specs[:place]),
+            self._make_group(
+                self._first + sum(len(serving_ranks(before)) for before in self._specs[:place]),
                 specs,
                 runtime_dir=folder.path,
                 address=self._address,
@@ -279,7 +288,7 @@ class Supervisor:
         if self._on_output is not None:
             self._on_output(name, line)
 
-    def _loop(self, folder: RuntimeDir, selector: selectors.BaseSelector, groups: list[Group]) -> None:
+    def _loop(self, folder: RuntimeDir, selector: selectors.BaseSelector, groups: list[EngineGroup]) -> None:
         for group in groups:
             group.spawn()
         next_tick = time.monotonic() + TICK_SECONDS
@@ -306,7 +315,7 @@ class Supervisor:
         if not self._started:
             self._failure = StartError("stopped before every engine was ready")
 
-    def _is_down(self, groups: list[Group]) -> bool:
+    def _is_down(self, groups: list[EngineGroup]) -> bool:
         """The first start failed, or every engine stays down: the cause is kept for `start` or `wait`."""
         failure = next((g.failure for g in groups if g.failure is not None), None)
         if failure is None and all(g.state == "failed" for g in groups):
@@ -317,7 +326,7 @@ class Supervisor:
             self._over.set()
         return failure is not None
 
-    def _publish(self, folder: RuntimeDir, groups: list[Group]) -> None:
+    def _publish(self, folder: RuntimeDir, groups: list[EngineGroup]) -> None:
         """Bring `deployment.json` up to date, and everything around it that somebody removed."""
         engines = tuple(entry for group in groups for entry in group.entries)
         if engines != self._deployment.engines:

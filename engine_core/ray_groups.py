@@ -14,16 +14,13 @@ import contextlib
 import logging
 import math
 import os
-import queue
 import secrets
 import selectors
-import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,14 +33,13 @@ from wavecore.transport.curve import KeyPair
 from wavecore.transport.errors import ConfigError, StartError, WavecoreError
 from wavecore.transport.processes.deployment import Cause, EngineEntry, from_plain
 from wavecore.transport.processes.group import Backoff, Limits
-from wavecore.transport.processes.process import ChildSpec, python_path
+from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.supervisor import Supervisor
 from wavecore.transport.version import VERSION
 from wavecore.transport.waker import Waker
 
 ACTOR_THREADS = 8  # of one actor: `ready` and `stop` keep one each
-CONNECT_SECONDS = 5.0
-JOIN_SECONDS = 30.0
+JOIN_SECONDS = 20.0
 KEYS_FOR_CLIENTS = "tcp://127.0.0.1"  # the driver listens nowhere; having an address, it makes keys for its clients
 MAX_REASON = 500  # characters of what Ray says
 OBJECT_STORE_BYTES = 100 << 20  # of a private Ray; nothing is put there
@@ -57,24 +53,11 @@ def make_ray_supervisor(config: EngineConfig, limits: Limits) -> Supervisor:
         ConfigError: Ray is not installed.
     """
     cluster = RayCluster(config)
-    own = replace(
-        config,
-        model=_absolute(config.model),
-        tokenizer=config.tokenizer and _absolute(config.tokenizer),
-        data_parallel_size=1,
-        data_parallel_backend="mp",
-        ray_address=None,
-        runtime_dir=None,
-    )
+    alone = replace(config, data_parallel_size=1, data_parallel_backend="mp", ray_address=None, runtime_dir=None)
+    own = replace(alone, model=_absolute(config.model), tokenizer=config.tokenizer and _absolute(config.tokenizer))
     engines = [[Placement("", config.device, {})] * config.tensor_parallel_size] * config.data_parallel_size
-    groups = groups_of(own, engines, "", count())
-    return Supervisor(
-        groups,
-        runtime_dir=config.runtime_dir,
-        address=KEYS_FOR_CLIENTS,
-        limits=limits,
-        make_group=cluster.make_group,
-    )
+    groups, where = groups_of(own, engines, "", count()), config.runtime_dir
+    return Supervisor(groups, runtime_dir=where, address=KEYS_FOR_CLIENTS, limits=limits, make_group=cluster.make_group)
 
 
 def needs(config: EngineConfig, nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -112,26 +95,6 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute()) if Path(path).exists() else path
 
 
-@cache
-def _token() -> str:
-    """Of all private Rays of this program: Ray reads it once."""
-    return secrets.token_hex(32)
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """With these variables, for what is started within."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-
-
 class RayCluster:
     """This program's connection to Ray for one deployment. Used by its supervisor's thread alone, which outlives what
     Ray starts with it.
@@ -164,7 +127,7 @@ class RayCluster:
             given["on_phase"](index, "ray", 0.0)
             self._join()
         self._groups += 1
-        return RayGroup(self, index, specs, **{name: given[name] for name in RayGroup.GIVEN})
+        return RayGroup(self, index, specs, **given)
 
     def leave(self) -> None:
         """A group has been destroyed; the last one closes the connection, if it is ours."""
@@ -173,12 +136,11 @@ class RayCluster:
             self._owns = RayCluster.taken = False
             self.ray.shutdown()
 
-    def place(self, config: str, *args: Any) -> tuple[Any, Any]:
+    def place(self, config: str, index: int, client_key: str, limits: Limits) -> tuple[Any, Any]:
         """A new actor with room for one engine, which Ray may still have to find.
 
         Args:
-            config: its EngineConfig as JSON.
-            args: see `DPEngineCoreActor`; all but its config.
+            config: of the engine, as JSON; for the others see `DPEngineCoreActor`.
 
         Returns:
             The actor, and its placement group.
@@ -196,8 +158,7 @@ class RayCluster:
             max_concurrency=ACTOR_THREADS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         )
-        index, client_key, limits = args
-        return actor.remote(VERSION, index, plain, client_key, limits), group
+        return actor.remote(VERSION, index, plain, client_key, asdict(limits)), group
 
     def is_lost(self) -> bool:
         """Whether the node of this program itself has died: Ray does nothing more for it."""
@@ -216,7 +177,8 @@ class RayCluster:
                 self._join_at(address) if address else self._start_private()
             except Exception as error:
                 self.leave()
-                raise StartError(f"Ray {address or '(a private one)'}: {error}"[:MAX_REASON]) from error
+                no_ray = f"no Ray at {address}, waited {JOIN_SECONDS:g} s at most" if address else "no private Ray"
+                raise StartError(f"{no_ray}: {error!r}"[:MAX_REASON]) from error
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
         self._asked = needs(self._config, nodes)
         try:
@@ -226,32 +188,22 @@ class RayCluster:
             raise
 
     def _start_private(self) -> None:
-        # Ray asks for a token by itself; where it is told none, it writes one into the user's home.
-        new = {"RAY_AUTH_TOKEN": _token(), "RAY_USAGE_STATS_ENABLED": "0"}
-        with _environment({**new, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))}):
-            sizes = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-            self.ray.init("local", logging_level=logging.ERROR, **sizes)
+        # Ray asks for a token by itself; where it is told none, it writes one into the user's home. It reads it once.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        sizes = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        self.ray.init("local", logging_level=logging.ERROR, **sizes)
 
     def _join_at(self, address: str) -> None:
-        if address != "auto":  # Ray itself would try for minutes
-            host, _, port = address.rpartition(":")
-            with socket.create_connection((host, int(port)), CONNECT_SECONDS):
-                pass
-        ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        threading.Thread(target=self._connect, args=(address, ended), name="join Ray", daemon=True).start()
-        try:
-            error = ended.get(timeout=JOIN_SECONDS)
-        except queue.Empty:
-            raise StartError(f"no Ray answered there within {JOIN_SECONDS:g} s") from None
-        if error is not None:
-            raise error
+        joined: Future[Any] = Future()  # in a thread, as Ray tries for minutes, whatever is there
+        threading.Thread(target=self._connect, args=(address, joined), name="join Ray", daemon=True).start()
+        joined.result(JOIN_SECONDS)
 
-    def _connect(self, address: str, ended: queue.SimpleQueue[Exception | None]) -> None:
+    def _connect(self, address: str, joined: Future[Any]) -> None:
         try:
-            self.ray.init(address, logging_level=logging.ERROR)
-            ended.put(None)
+            joined.set_result(self.ray.init(address, logging_level=logging.ERROR))
         except Exception as error:
-            ended.put(error)
+            joined.set_exception(error)
 
 
 class RayGroup:
@@ -262,8 +214,6 @@ class RayGroup:
         index, specs, runtime_dir, limits, selector, on_phase: as of `Group`.
     """
 
-    GIVEN = ("runtime_dir", "limits", "selector", "on_phase")
-
     def __init__(
         self,
         cluster: RayCluster,
@@ -273,7 +223,8 @@ class RayGroup:
         runtime_dir: Path,
         limits: Limits,
         selector: selectors.BaseSelector,
-        on_phase: Any,
+        on_phase: Callable[[int, str, float], None],
+        **_: object,  # of an engine of this host
     ) -> None:
         self.entries: tuple[EngineEntry, ...] = (EngineEntry(index),)
         self.resolved: Mapping[str, Any] = {}
@@ -299,8 +250,8 @@ class RayGroup:
         self._phase, self._restarts = "place", self.entries[0].restarts
         self._change(state="restarting" if self._was_ready else "starting")
         try:
-            told = self.entries[0].index, self._client_key, asdict(self._limits)
-            self._actor, self._place = self._cluster.place(self._spec.config, *told)
+            told = self._spec.config, self.entries[0].index, self._client_key, self._limits
+            self._actor, self._place = self._cluster.place(*told)
             self._ask("ready")
             self._ask("entries")
         except Exception as error:  # Ray's own, of any kind

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,13 +184,18 @@ def test_one_connection_a_program(ray: FakeRay, config: EngineConfig) -> None:
         make_supervisor(config).start()
 
 
-def test_address_without_ray(ray: FakeRay, config: EngineConfig) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
-        with pytest.raises(StartError, match=rf"Ray {address}: .*refused"):
-            make_supervisor(ray_config(model=config.model, ray_address=address)).start()
-    assert not ray.inits
+def test_address_without_ray(ray: FakeRay, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray fails there, or tries on and on."""
+    given = ray_config(model=config.model, ray_address="head:6379")
+    monkeypatch.setattr("wavecore.engine_core.ray_groups.JOIN_SECONDS", 0.1)
+    never = threading.Event()
+    monkeypatch.setattr(ray, "init", lambda *_, **__: never.wait())
+    with pytest.raises(StartError, match=r"no Ray at head:6379, waited 0\.1 s at most: TimeoutError"):
+        make_supervisor(given).start()
+    never.set()
+    monkeypatch.setattr(ray, "init", lambda *_, **__: 1 / 0)
+    with pytest.raises(StartError, match=r"no Ray at head:6379.*division by zero"):
+        make_supervisor(given).start()
 
 
 def test_ray_is_not_installed(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,9 @@ class FakeRay(ModuleType):
         patch.setattr(strategies, "PlacementGroupSchedulingStrategy", lambda group, **_: group)
         patch.setattr(ray_actor, "end_with", lambda _: None)  # this process is no node's child
         patch.setattr(ray_groups.RayCluster, "taken", False)
-        patch.setenv("RAY_AUTH_MODE", "token")
+        for name, value in (("MODE", "token"), ("TOKEN", "of a test")):
+            patch.setenv(f"RAY_AUTH_{name}", value)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         return ray
 
     def is_initialized(self) -> bool:

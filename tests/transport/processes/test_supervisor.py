@@ -42,6 +42,19 @@ def started(do: str, limits: Limits = LIMITS, **config: Any) -> Supervisor:
     return supervisor
 
 
+def test_signals_that_the_program_blocks_reach_a_child() -> None:
+    """As Ray blocks SIGINT in all that it starts; a child inherits the mask of the thread that starts it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        supervisor = started("serve")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    child = psutil.Process(supervisor.deployment().engines[0].pid)
+    status = Path(f"/proc/{child.pid}/status").read_text()
+    assert int(status.partition("SigBlk:")[2].split()[0], 16) & (1 << signal.SIGINT - 1 | 1 << signal.SIGTERM - 1) == 0
+    supervisor.stop()
+
+
 def test_start_reports_progress_and_stop_leaves_nothing() -> None:
     seen: list[tuple[int, str, float]] = []
     with Supervisor([[spec("serve")], [spec("serve")]], limits=LIMITS) as supervisor:

@@ -13,14 +13,14 @@ from tests.support.checkpoints import make_config, prompts, save_model
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
-from wavecore.testing import deployment
+from wavecore.testing import deployment, gpus
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),
 ]
-SETTINGS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "max_model_len": 250, "skip_tokenizer_init": True}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": 250, "skip_tokenizer_init": True}
 ASKED = (
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=7, max_tokens=20, ignore_eos=True),
@@ -55,15 +55,16 @@ def tokens(llm: LLM) -> list[Any]:
     return [output.outputs[0].token_ids for each in outputs for output in each]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("sizes", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["dp", "tp"])
-def test_same_tokens(model: Path, sizes: dict[str, int]) -> None:
-    settings = {**SETTINGS, **sizes, "kv_cache_memory_gib": 0.01}
+def test_same_tokens(model: Path, sizes: dict[str, int], device: str) -> None:
+    if device == "cuda":
+        gpus(2)  # skips where fewer are visible
+    settings = {**SETTINGS, **sizes, "device": device, "kv_cache_memory_gib": 0.01}
     with LLM(model, **settings) as llm:
         right = tokens(llm)
-    with (
-        deployment("wavecore", model, **settings, data_parallel_backend="ray") as (where, _),
-        LLM.connect(where) as llm,
-    ):
+    settings["data_parallel_backend"] = "ray"
+    with deployment("wavecore", model, **settings) as (runtime_dir, _), LLM.connect(runtime_dir) as llm:
         assert tokens(llm) == right
 
 

@@ -1,37 +1,65 @@
-"""Where the process is begun that compiles kernels while weights load. Needs no torch: that is not imported yet."""
+"""Where the process is begun that compiles kernels while weights load. Needs no torch: that is not imported yet.
+
+Where it has compiled all, a stamp stays in Triton's cache, an empty file, and later starts need no such process.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Self
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.devices import THREADS, visible_gpus
+from wavecore.engine_core.models.spec import ModelSpec
 
 MODULE = "wavecore.engine_core.startup.kernel_compiler"
 MOST_SECONDS = 60.0  # behind the weights; all kernels in turn take half of that
 logger = logging.getLogger(__name__)
 
 
-def compiler_beside(config: EngineConfig, rank: int) -> AbstractContextManager[KernelCompiler | None]:
-    """A compiler where there is a GPU; that of rank 0 serves all ranks that share a model."""
+def compiler_beside(config: EngineConfig, spec: ModelSpec, rank: int) -> AbstractContextManager[KernelCompiler | None]:
+    """A compiler where there is a GPU and no stamp; that of rank 0 serves all ranks that share a model."""
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and visible_gpus(os.environ))
-    return KernelCompiler(config) if on_gpu and rank == 0 else nullcontext()
+    if not on_gpu or rank > 0 or (stamp := stamp_of(config, spec)).exists():
+        return nullcontext()
+    return KernelCompiler(config, stamp)
+
+
+def stamp_of(config: EngineConfig, spec: ModelSpec) -> Path:
+    """The file that says that what such a start launches is compiled. Its name is a hash of what decides that, but for
+    the kind of GPU; where the stamp is wrong, the warm-up compiles, once."""
+    home = os.environ.get("TRITON_HOME") or os.environ.get("HOME", "")
+    folder = os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")
+    root = Path(__file__).parents[2]
+    sources = sorted(file for room in ("engine_core", "kernels", "parallel") for file in (root / room).rglob("*.py"))
+    decides = replace(config, runtime_dir=None, address=None).to_json(), spec, version("torch")  # which pins Triton
+    named = hashlib.sha256(repr(decides).encode())
+    for file in sources:
+        named.update(file.read_bytes())
+    return Path(folder, f"wavecore-{named.hexdigest()}")
 
 
 class KernelCompiler:
     """The process of `kernel_compiler`. As a context manager it leaves none behind.
 
     Whatever goes wrong there costs time alone: a kernel that it did not compile is compiled at its first launch.
+
+    Args:
+        stamp: made when it is done and nothing went wrong.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, stamp: Path) -> None:
         command = [sys.executable, "-P", "-m", MODULE]
         env = {**os.environ, THREADS: "1"}  # it forks
+        self._stamp = stamp
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, text=True)
         with suppress(BrokenPipeError), self._process.stdin as told:  # type: ignore[union-attr]
             told.write(config.to_json())
@@ -49,4 +77,7 @@ class KernelCompiler:
         with suppress(subprocess.TimeoutExpired):
             status = self._process.wait(MOST_SECONDS)
         if status != 0:
-            logger.warning("kernels compile as they are launched: nothing did before (exit status %s)", status)
+            logger.warning("kernels may compile as they are launched: not all did before (exit status %s)", status)
+            return
+        with suppress(OSError):  # no such folder, or a full disk: the next start finds no stamp
+            self._stamp.touch()

@@ -79,7 +79,7 @@ def _load(config: EngineConfig, progress: Callable[[str, float], None], group: G
     size, spread = config.tensor_parallel_size, config.enable_expert_parallel
     if group is not None:
         Shard(source.spec, size, 0, group.ranks if spread else 1)
-    with compiler_beside(config, group.rank if group else 0) as compiler:
+    with compiler_beside(config, source.spec, group.rank if group else 0) as compiler:
         progress("import", 0.0)
         from wavecore.engine_core.startup.loader import load_runner
 

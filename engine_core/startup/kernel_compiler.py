@@ -2,15 +2,18 @@
 
 The warm-up runs here, too, on torch's "meta" device: tensors have shapes but no memory, and nothing is computed. So it
 launches what the engine will launch. Each launch of a new kind is compiled by a fork of this process and lands in
-Triton's cache, where the engine finds it. This process asks for the GPU's properties, and never makes a context on it.
+Triton's cache, where the engine finds it. A fork asks for the GPU's properties, too: CUDA would leave threads here, and
+a process that forks has best none. No process makes a context on the GPU.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +22,15 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
+from triton.compiler import make_backend
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.models.files import ModelSource, open_model
 from wavecore.engine_core.models.shard import Shard
+from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.engine_core.models.weights import fill
 from wavecore.engine_core.startup.loader import find_device, make_runner, resolve
 from wavecore.engine_core.startup.warm_up import warm_up
@@ -69,10 +75,13 @@ class Forks:
 
     Args:
         make_driver: Triton's driver; where there is none in the cache yet, its making compiles C code.
+
+    Attributes:
+        failed: one of them did.
     """
 
     def __init__(self, most: int, make_driver: Callable[[], Any]) -> None:
-        self._most, self._running, self._make_driver = most, 0, make_driver
+        self._most, self._running, self._make_driver, self.failed = most, 0, make_driver, False
 
     def begin(self) -> bool:
         """Fork. True in the fork, which is to end by `os._exit`."""
@@ -86,8 +95,8 @@ class Forks:
     def wait(self, most: int = 0) -> None:
         """Until so many run at most."""
         while self._running > most:
-            os.wait()
-            self._running -= 1
+            _, status = os.wait()
+            self._running, self.failed = self._running - 1, self.failed or status != 0
 
     def before(self, *, fn: Any, compile: Any, **_: Any) -> bool:
         """Whether the launch is done with; in the fork it is compiled."""
@@ -107,16 +116,32 @@ class Forks:
         os._exit(0)
 
 
+def first_share(config: EngineConfig, spec: ModelSpec) -> Shard:
+    """What rank 0 has of a model."""
+    ranks = config.tensor_parallel_size
+    return Shard(spec, ranks, 0, ranks * config.data_parallel_size if config.enable_expert_parallel else 1)
+
+
 def without_memory(config: EngineConfig, source: ModelSource, device: torch.device) -> ModelRunner:
     """The runner that rank 0 would have on a device, on the "meta" device."""
-    ranks = config.tensor_parallel_size
-    shard = Shard(source.spec, ranks, 0, ranks * config.data_parallel_size if config.enable_expert_parallel else 1)
+    shard = first_share(config, source.spec)
     dtype, block_size, length = resolve(config, shard.spec, device)
     parameters = fill([], shard, dtype, META, lambda *_: None)
+    ranks = config.tensor_parallel_size
     group = AllRanks(ranks) if ranks > 1 else ALONE
     runner = make_runner(config, source, shard, parameters, block_size, length, group)
     runner.allocate(2)
     return runner
+
+
+def tell(config: EngineConfig, spec: ModelSpec, fd: int) -> None:
+    """Write what the GPU decides as JSON: the values of `device.STANDS_FOR`, and the settings that were left to it."""
+    gpu = find_device(config.device)
+    properties = {name: getattr(device, name)(gpu) for name in device.STANDS_FOR}
+    dtype, block_size, length = resolve(config, first_share(config, spec).spec, gpu)
+    chosen = {"dtype": str(dtype).removeprefix("torch."), "block_size": block_size, "max_model_len": length}
+    with os.fdopen(fd, "w") as file:
+        json.dump([properties, chosen], file)
 
 
 def compile_kernels(runner: ModelRunner, config: EngineConfig, forks: Forks) -> None:
@@ -124,6 +149,11 @@ def compile_kernels(runner: ModelRunner, config: EngineConfig, forks: Forks) -> 
     target = GPUTarget("cuda", device.STANDS_FOR["capability"], 32)
     no_driver = {"get_current_device": lambda: 0, "get_current_stream": int, "get_current_target": lambda: target}
     driver.set_active(SimpleNamespace(**no_driver))
+    # Parts of every kernel's key: found once here, and not in each fork. The first reads all of Triton, 400 MB.
+    _ = triton_key(), make_backend(target).hash()
+    # Operations that torch decomposes for "meta" import its compiler, for a second, to ask that it leave them alone.
+    asked: Any = SimpleNamespace(disable=lambda fn, *_, **__: fn)
+    sys.modules.setdefault("torch._dynamo", asked)
     for operation in ops.OPERATIONS.values():
         operation.replace(operation.kernel)
     knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = forks.before, forks.after
@@ -131,19 +161,29 @@ def compile_kernels(runner: ModelRunner, config: EngineConfig, forks: Forks) -> 
     forks.wait()
 
 
-def main() -> None:
+def main() -> bool:
+    """Whether a fork failed."""
     die_with_parent()
     config = EngineConfig.from_json(sys.stdin.read())
+    source = open_model(config.model, lambda *_: None, config.tokenizer, need_weights=False)
     forks = Forks(len(os.sched_getaffinity(0)), CudaDriver)
+    heard, told = os.pipe()
     if forks.begin():
+        tell(config, source.spec, told)
         CudaDriver()
         os._exit(0)
-    gpu = find_device(config.device)
-    for name in device.STANDS_FOR:
-        device.STANDS_FOR[name] = getattr(device, name)(gpu)
-    source = open_model(config.model, lambda *_: None, config.tokenizer, need_weights=False)
-    compile_kernels(without_memory(config, source, gpu), config, forks)
+    os.close(told)
+    hashing = Thread(target=triton_key)  # beside the fork's start of CUDA
+    hashing.start()
+    with os.fdopen(heard) as file:
+        properties, chosen = json.load(file)
+    device.STANDS_FOR.update(properties)
+    config = replace(config, **chosen)
+    runner = without_memory(config, source, META)
+    hashing.join()
+    compile_kernels(runner, config, forks)
+    return forks.failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,21 +7,24 @@ two ranks, which share nothing else.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from tests.kernels.compile_only import no_machine_code
 
-from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.models.files import open_model
-from wavecore.engine_core.startup.kernel_compiler import AllRanks, Forks, compile_kernels, without_memory
+from wavecore.engine_core.startup import kernel_compiler
 from wavecore.kernels.device import STANDS_FOR
 
 if __name__ == "__main__":
     no_machine_code()
     STANDS_FOR["capability"] = 90
-    config = EngineConfig.from_json(sys.stdin.read())
-    source = open_model(config.model, lambda *_: None)
-    runner = without_memory(config, source, torch.device("cpu"))
-    runner.model.group = AllRanks(2)
-    compile_kernels(runner, config, Forks(4, lambda: SimpleNamespace(launcher_cls=lambda *_: None)))
+    stand_ins = {
+        "find_device": lambda _: torch.device("cpu"),
+        "CudaDriver": lambda: SimpleNamespace(launcher_cls=lambda *_: None),
+        "ALONE": kernel_compiler.AllRanks(2),
+    }
+    vars(kernel_compiler).update(stand_ins)
+    assert not kernel_compiler.main(), "a fork failed"
+    assert isinstance(sys.modules["torch._dynamo"], SimpleNamespace), "torch's compiler was imported"
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process that forks has threads"

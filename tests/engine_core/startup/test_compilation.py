@@ -7,18 +7,24 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import triton
+from tests.support.checkpoints import make_config
 from tests.support.waiting import until
 
 from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.models.families import from_config
 from wavecore.engine_core.startup import compilation
-from wavecore.engine_core.startup.compilation import KernelCompiler, compiler_beside
+from wavecore.engine_core.startup.compilation import KernelCompiler, compiler_beside, stamp_of
+from wavecore.engine_core.startup.kernel_compiler import Forks
 
 ROOT = Path(__file__).parent.parent.parent.parent
-CONFIG = EngineConfig(model="tests")
+CONFIG = EngineConfig(model="tests", device="cuda")
+SPEC = from_config(make_config("Llama").to_dict() | {"architectures": ["LlamaForCausalLM"]}, Path())
 
 
 @pytest.mark.parametrize(
@@ -32,11 +38,12 @@ CONFIG = EngineConfig(model="tests")
     ],
 )
 def test_where_there_is_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, device: str, gpus: list[str] | None, rank: int, wanted: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, gpus: list[str] | None, rank: int, wanted: bool
 ) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compilation, "visible_gpus", lambda _environ: gpus)
-    monkeypatch.setattr(compilation, "KernelCompiler", lambda _config: nullcontext("a compiler"))
-    with compiler_beside(EngineConfig(model="tests", device=device), rank) as compiler:
+    monkeypatch.setattr(compilation, "KernelCompiler", lambda *_: nullcontext("a compiler"))
+    with compiler_beside(EngineConfig(model="tests", device=device), SPEC, rank) as compiler:
         assert compiler == ("a compiler" if wanted else None)
 
 
@@ -49,27 +56,66 @@ def test_where_there_is_a_gpu(
     ],
 )
 def test_a_start_goes_on_whatever_becomes_of_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, program: str, limit: float, said: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    program: str,
+    limit: float,
+    said: str | None,
 ) -> None:
-    """It fails, it hangs, it is done. Nothing is left of it."""
+    """It fails, it hangs, it is done. Nothing is left of it, but a stamp where it is done."""
+    stamp = tmp_path / "stamp"
     monkeypatch.setattr(compilation, "MODULE", program)
     monkeypatch.setattr(compilation, "MOST_SECONDS", limit)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with KernelCompiler(CONFIG) as compiler:
+    with KernelCompiler(CONFIG, stamp) as compiler:
         compiler.wait()
-    assert not psutil.Process().children()
+    assert not psutil.Process().children() and stamp.exists() == (said is None)
     assert [said in record.getMessage() for record in caplog.records if said] == [True] * (said is not None)
+
+
+@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "TRITON_HOME"])
+def test_what_is_compiled_once_needs_no_second_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    """Where other settings or another model launch other kernels, it does. An engine's own paths decide nothing."""
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    folder = triton.knobs.cache.dir
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(compilation, "MODULE", "this")
+    with compiler_beside(CONFIG, SPEC, 0) as compiler:
+        assert isinstance(compiler, KernelCompiler)
+        compiler.wait()
+    with compiler_beside(replace(CONFIG, runtime_dir="/elsewhere"), SPEC, 0) as second:
+        assert second is None
+    assert [path.name for path in Path(folder).iterdir()] == [stamp_of(CONFIG, SPEC).name]
+    assert not stamp_of(replace(CONFIG, max_num_seqs=7), SPEC).exists()
+    assert not stamp_of(CONFIG, replace(SPEC, hidden_size=8)).exists()
+
+
+@pytest.mark.parametrize("statuses", [[0, 0], [256, 0], [0, 9]])
+def test_a_fork_that_fails_is_known(monkeypatch: pytest.MonkeyPatch, statuses: list[int]) -> None:
+    """So that no stamp says that its kernel is compiled."""
+    forks = Forks(2, object)
+    monkeypatch.setattr(os, "fork", lambda: 1)
+    ended = iter(statuses)
+    monkeypatch.setattr(os, "wait", lambda: (1, next(ended)))
+    assert not forks.begin() and not forks.begin()
+    forks.wait()
+    assert forks.failed == any(statuses)
 
 
 @pytest.mark.slow
 def test_it_ends_with_the_engine_and_so_do_its_forks() -> None:
     """Killed without a word: no supervisor is here that would end the process group."""
     program = (
-        "import sys, time\n"
+        "import pathlib, sys, time\n"
         "from wavecore.engine_core.startup import compilation\n"
         "from wavecore.engine_core.api.config import EngineConfig\n"
         "compilation.MODULE = 'tests.support.forks_and_sleeps'\n"
-        "with compilation.KernelCompiler(EngineConfig(model='tests')):\n"
+        "with compilation.KernelCompiler(EngineConfig(model='tests'), pathlib.Path('stamp')):\n"
         "    time.sleep(600)\n"
     )
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Self
@@ -38,13 +37,9 @@ def stamp_of(config: EngineConfig, spec: ModelSpec) -> Path:
     the kind of GPU; where the stamp is wrong, the warm-up compiles, once."""
     home = os.environ.get("TRITON_HOME") or os.environ.get("HOME", "")
     folder = os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")
-    root = Path(__file__).parents[2]
-    sources = sorted(file for room in ("engine_core", "kernels", "parallel") for file in (root / room).rglob("*.py"))
-    decides = replace(config, runtime_dir=None, address=None).to_json(), spec, version("torch")  # which pins Triton
-    named = hashlib.sha256(repr(decides).encode())
-    for file in sources:
-        named.update(file.read_bytes())
-    return Path(folder, f"wavecore-{named.hexdigest()}")
+    code = b"".join(file.read_bytes() for file in sorted(Path(__file__).parents[2].glob("*/**/*.py")))
+    settings = repr((config.to_json(), spec, version("torch")))  # torch's version decides Triton's
+    return Path(folder, f"wavecore-{hashlib.sha256(settings.encode() + code).hexdigest()}")
 
 
 class KernelCompiler:

@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,17 +21,15 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
-from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.runner import ModelRunner
-from wavecore.engine_core.models.files import ModelSource, open_model
+from wavecore.engine_core.models.files import open_model
 from wavecore.engine_core.models.shard import Shard
-from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.engine_core.models.weights import fill
-from wavecore.engine_core.startup.loader import find_device, make_runner, resolve
+from wavecore.engine_core.startup.loader import DTYPES, find_device, make_runner, resolve
 from wavecore.engine_core.startup.warm_up import warm_up
 from wavecore.kernels import device, ops
 from wavecore.kernels.all_reduce import PeerBuffers
@@ -116,41 +113,11 @@ class Forks:
         os._exit(0)
 
 
-def first_share(config: EngineConfig, spec: ModelSpec) -> Shard:
-    """What rank 0 has of a model."""
-    ranks = config.tensor_parallel_size
-    return Shard(spec, ranks, 0, ranks * config.data_parallel_size if config.enable_expert_parallel else 1)
-
-
-def without_memory(config: EngineConfig, source: ModelSource, device: torch.device) -> ModelRunner:
-    """The runner that rank 0 would have on a device, on the "meta" device."""
-    shard = first_share(config, source.spec)
-    dtype, block_size, length = resolve(config, shard.spec, device)
-    parameters = fill([], shard, dtype, META, lambda *_: None)
-    ranks = config.tensor_parallel_size
-    group = AllRanks(ranks) if ranks > 1 else ALONE
-    runner = make_runner(config, source, shard, parameters, block_size, length, group)
-    runner.allocate(2)
-    return runner
-
-
-def tell(config: EngineConfig, spec: ModelSpec, fd: int) -> None:
-    """Write what the GPU decides as JSON: the values of `device.STANDS_FOR`, and the settings that were left to it."""
-    gpu = find_device(config.device)
-    properties = {name: getattr(device, name)(gpu) for name in device.STANDS_FOR}
-    dtype, block_size, length = resolve(config, first_share(config, spec).spec, gpu)
-    chosen = {"dtype": str(dtype).removeprefix("torch."), "block_size": block_size, "max_model_len": length}
-    with os.fdopen(fd, "w") as file:
-        json.dump([properties, chosen], file)
-
-
 def compile_kernels(runner: ModelRunner, config: EngineConfig, forks: Forks) -> None:
-    """Compile all kernels that such a runner launches on a GPU like `device.STANDS_FOR`."""
+    """Compile all kernels that such a runner, on the "meta" device, launches on a GPU like `device.STANDS_FOR`."""
     target = GPUTarget("cuda", device.STANDS_FOR["capability"], 32)
     no_driver = {"get_current_device": lambda: 0, "get_current_stream": int, "get_current_target": lambda: target}
     driver.set_active(SimpleNamespace(**no_driver))
-    # Parts of every kernel's key: found once here, and not in each fork. The first reads all of Triton, 400 MB.
-    _ = triton_key(), make_backend(target).hash()
     # Operations that torch decomposes for "meta" import its compiler, for a second, to ask that it leave them alone.
     asked: Any = SimpleNamespace(disable=lambda fn, *_, **__: fn)
     sys.modules.setdefault("torch._dynamo", asked)
@@ -162,25 +129,29 @@ def compile_kernels(runner: ModelRunner, config: EngineConfig, forks: Forks) -> 
 
 
 def main() -> bool:
-    """Whether a fork failed."""
+    """Compile what rank 0 of an engine will launch; its settings are standard input. Returns whether a fork failed."""
     die_with_parent()
     config = EngineConfig.from_json(sys.stdin.read())
     source = open_model(config.model, lambda *_: None, config.tokenizer, need_weights=False)
+    ranks = config.tensor_parallel_size
+    shard = Shard(source.spec, ranks, 0, ranks * config.data_parallel_size if config.enable_expert_parallel else 1)
     forks = Forks(len(os.sched_getaffinity(0)), CudaDriver)
     heard, told = os.pipe()
     if forks.begin():
-        tell(config, source.spec, told)
+        gpu = find_device(config.device)
+        dtype, *lengths = resolve(config, shard.spec, gpu)
+        properties = {name: getattr(device, name)(gpu) for name in device.STANDS_FOR}
+        os.write(told, json.dumps([properties, str(dtype).removeprefix("torch."), *lengths]).encode())
         CudaDriver()
         os._exit(0)
     os.close(told)
-    hashing = Thread(target=triton_key)  # beside the fork's start of CUDA
-    hashing.start()
-    with os.fdopen(heard) as file:
-        properties, chosen = json.load(file)
+    triton_key()  # a part of every kernel's key: it reads all of Triton, 400 MB; once, and while the fork starts CUDA
+    properties, name, block_size, length = json.loads(os.read(heard, 4096))
     device.STANDS_FOR.update(properties)
-    config = replace(config, **chosen)
-    runner = without_memory(config, source, META)
-    hashing.join()
+    parameters = fill([], shard, DTYPES[name], META, lambda *_: None)
+    group = AllRanks(ranks) if ranks > 1 else ALONE
+    runner = make_runner(config, source, shard, parameters, block_size, length, group)
+    runner.allocate(2)
     compile_kernels(runner, config, forks)
     return forks.failed
 

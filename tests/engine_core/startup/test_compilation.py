@@ -78,7 +78,7 @@ def test_a_start_goes_on_whatever_becomes_of_it(
 def test_what_is_compiled_once_needs_no_second_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
 ) -> None:
-    """Where other settings or another model launch other kernels, it does. An engine's own paths decide nothing."""
+    """Other settings or another model do: they launch other kernels."""
     for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
@@ -88,11 +88,26 @@ def test_what_is_compiled_once_needs_no_second_process(
     with compiler_beside(CONFIG, SPEC, 0) as compiler:
         assert isinstance(compiler, KernelCompiler)
         compiler.wait()
-    with compiler_beside(replace(CONFIG, runtime_dir="/elsewhere"), SPEC, 0) as second:
+    with compiler_beside(CONFIG, SPEC, 0) as second:
         assert second is None
     assert [path.name for path in Path(folder).iterdir()] == [stamp_of(CONFIG, SPEC).name]
     assert not stamp_of(replace(CONFIG, max_num_seqs=7), SPEC).exists()
     assert not stamp_of(CONFIG, replace(SPEC, hidden_size=8)).exists()
+
+
+def test_other_sources_need_another_stamp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also in folders that are links, as in this repository."""
+    (tmp_path / "kernels" / "attention").mkdir(parents=True)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "kernels").symlink_to(tmp_path / "kernels")
+    monkeypatch.setattr(compilation, "__file__", str(tmp_path / "package" / "engine_core" / "startup" / "it.py"))
+    names = {stamp_of(CONFIG, SPEC).name}
+    for file in ("prepare.py", "attention/paged.py"):
+        (tmp_path / "kernels" / file).write_text("one")
+        names.add(stamp_of(CONFIG, SPEC).name)
+        (tmp_path / "kernels" / file).write_text("two")
+        names.add(stamp_of(CONFIG, SPEC).name)
+    assert len(names) == 5
 
 
 @pytest.mark.parametrize("statuses", [[0, 0], [256, 0], [0, 9]])

@@ -145,6 +145,7 @@ def main() -> bool:
         CudaDriver()
         os._exit(0)
     os.close(told)
+    torch.cuda.is_available = lambda: False  # else `torch.cuda.stream(None)` would start CUDA in this process, too
     triton_key()  # a part of every kernel's key: it reads all of Triton, 400 MB; once, and while the fork starts CUDA
     properties, name, block_size, length = json.loads(os.read(heard, 4096))
     device.STANDS_FOR.update(properties)

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,6 @@ from wavecore import (
 )
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
-
-
-@pytest.fixture(scope="module")
-def llm(hello_model: dict[str, str]) -> Iterator[LLM]:
-    with LLM(**hello_model, max_num_seqs=8, max_num_queued_reqs=16) as llm:
-        yield llm
 
 
 def test_every_form_of_prompt(llm: LLM) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,6 @@ OTHER_WORDS = {
     "timeout": ("answered within",),
     "tokenizer": ("x cannot be read", "high cannot be read"),
 }
-
-
-@pytest.fixture(scope="module")
-def llm(hello_model: dict[str, str]) -> Iterator[LLM]:
-    with LLM(**hello_model, max_num_seqs=8, max_num_queued_reqs=16) as llm:
-        yield llm
 
 
 def complaint(name: str, call: Callable[[], object]) -> str:

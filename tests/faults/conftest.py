@@ -47,6 +47,14 @@ def right_answer(prompt: Sequence[int], count: int) -> list[int]:
     return scripted_output(prompt, vocab_size=SCRIPT["vocab_size"], max_tokens=count, temperature=0)[0]
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """What launchers start: that of `SCRIPT`, in no hurry."""
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps({**SCRIPT, "step_seconds": 0.01}))
+    return f"scripted:{path}"
+
+
 @dataclass
 class Stream:
     """One request, read token by token in a thread of its own."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.faults.conftest import SCRIPT, right_answer
+from tests.faults.conftest import right_answer
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.async_llm import AsyncLLM
@@ -23,13 +22,6 @@ from wavecore.transport.errors import ConfigError, EngineDead
 from wavecore.transport.processes.deployment import read
 
 slow = pytest.mark.slow
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    path = tmp_path / "script.json"
-    path.write_text(json.dumps({**SCRIPT, "step_seconds": 0.01}))
-    return f"scripted:{path}"
 
 
 def end_launcher(launcher: Launcher, model: str, number: signal.Signals) -> Path:

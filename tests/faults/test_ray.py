@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.faults.conftest import SCRIPT, right_answer
+from tests.faults.conftest import right_answer
 from tests.support.waiting import until
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
@@ -56,13 +56,6 @@ with LLM({model!r}, **{settings}) as llm:
     short = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     print("again:", llm.generate([[9]], short, data_parallel_rank=1)[0].outputs[0].token_ids)
 """
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    path = tmp_path / "script.json"
-    path.write_text(json.dumps({**SCRIPT, "step_seconds": 0.01}))
-    return f"scripted:{path}"
 
 
 def actor_of(entry: EngineEntry) -> psutil.Process:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from tests.support.group_memory import make_group
 from torch import Tensor
 
 from wavecore.engine_core.api.config import EngineConfig
@@ -21,9 +21,7 @@ from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
 from wavecore.engine_core.tensor_parallel.worker import Worker
 from wavecore.parallel.collectives import ALONE, Collectives
 from wavecore.parallel.ranks import Ranks
-from wavecore.transport.processes import group_memory
 from wavecore.transport.processes.group_memory import GroupMemory
-from wavecore.transport.processes.stall import ProgressPage
 
 T = TypeVar("T")
 SECONDS = 60.0
@@ -105,13 +103,8 @@ class ThreadRanks(GroupRunner):
         self._threads = ThreadPoolExecutor(size)
         ranks = [Ranks(*found) for found in zip(self.collectives, peers or [ALONE] * size, strict=True)]
         self.ranks: list[ModelRunner] = self.on_all(lambda rank: load_rank(model, ranks[rank], **settings))
-        with ExitStack() as until_shared:
-            [(_, memory), (_, store), *bells] = group_memory.create(size, until_shared)
-            self._fds = [os.dup(fd) for _, fd in bells]
-            shared = [
-                GroupMemory(rank, os.dup(memory), store, self._fds, ProgressPage(ProgressPage.create_fd()))
-                for rank in range(size)
-            ]
+        self._until = ExitStack()
+        shared = make_group(size, self._until)
         super().__init__(self.ranks[0], shared[0], bool(settings.get("check_ranks")))
         self._workers = [self._threads.submit(self._work, rank, shared[rank]) for rank in range(1, size)]
 
@@ -122,12 +115,9 @@ class ThreadRanks(GroupRunner):
     def close(self) -> None:
         """End the workers; raises what one of them raised."""
         self._steps.write(NO_RECORD, [])
-        try:
+        with self._until:
             for worker in self._workers:
                 worker.result(SECONDS)
-        finally:
-            for fd in self._fds:
-                os.close(fd)
 
     def _work(self, rank: int, memory: GroupMemory) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -11,17 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from tests.support.group_memory import make_group
 
-from wavecore.transport.processes import group_memory, step_ring
-from wavecore.transport.processes.group_memory import RING_BYTES, GroupMemory
-from wavecore.transport.processes.stall import ProgressPage
+from wavecore.transport.processes import step_ring
+from wavecore.transport.processes.group_memory import RING_BYTES
 from wavecore.transport.processes.step_ring import StepReader, StepWriter
-
-
-def group(size: int, until: ExitStack) -> list[GroupMemory]:
-    [(_, memory), (_, store), *bells] = group_memory.create(size, until)
-    page = ProgressPage(ProgressPage.create_fd())
-    return [GroupMemory(rank, os.dup(memory), store, [fd for _, fd in bells], page) for rank in range(size)]
 
 
 @pytest.fixture
@@ -39,7 +32,7 @@ def records(count: int) -> list[tuple[int, bytes]]:
 @pytest.mark.parametrize("readers", [1, 3])
 def test_every_reader_gets_every_record(until: ExitStack, readers: int) -> None:
     """Longer ones than the ring holds, too: 64 MiB through 4 MiB."""
-    memories, sent = group(readers + 1, until), records(60)
+    memories, sent = make_group(readers + 1, until), records(60)
 
     def read(rank: int) -> bool:
         reader, dice = StepReader(memories[rank]), random.Random(rank)
@@ -61,7 +54,7 @@ def test_every_reader_gets_every_record(until: ExitStack, readers: int) -> None:
 
 def test_a_piece_that_is_not_all_there_is_not_taken(until: ExitStack) -> None:
     """As on processors that show the stores of others in another order: the count first, then some of the bytes."""
-    [writes, reads] = group(2, until)
+    [writes, reads] = make_group(2, until)
     StepWriter(writes).write(3, [b"x" * 1000])
     whole = bytes(reads.records[:1024])
     for hidden in (range(0, 8), range(8, 24), range(24, 25), range(1023, 1024)):
@@ -74,7 +67,7 @@ def test_a_piece_that_is_not_all_there_is_not_taken(until: ExitStack) -> None:
 
 def test_a_writer_waits_for_a_reader_that_is_a_ring_behind(until: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """And says for whom, so that the supervisor blames the reader."""
-    [writes, reads] = group(2, until)
+    [writes, reads] = make_group(2, until)
     monkeypatch.setattr(step_ring, "SPIN_SECONDS", 0.0)
     writer, reader = StepWriter(writes), StepReader(reads)
     writes.progress.busy(True)

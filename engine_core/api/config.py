@@ -191,6 +191,11 @@ class EngineConfig:
                 "a step of all running requests would not fit; raise the one or lower the other"
             )
 
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of all engines, over which whole experts are spread; 1 where they are not."""
+        return self.data_parallel_size * self.tensor_parallel_size if self.enable_expert_parallel else 1
+
     def _check_ray(self) -> None:
         if self.dp_lockstep:
             way_out = "votes lie in the memory of one host; start these engines with data_parallel_backend mp"

@@ -77,8 +77,7 @@ def _load(config: EngineConfig, progress: Callable[[str, float], None], group: G
     # What is wrong with the files, or the number of ranks, shows before torch is imported.
     source = open_model(config.model, progress, config.tokenizer, config.load_format != "dummy")
     size, spread = config.tensor_parallel_size, config.enable_expert_parallel
-    if group is not None:
-        Shard(source.spec, size, 0, group.ranks if spread else 1)
+    Shard(source.spec, size, 0, config.expert_ranks)
     with compiler_beside(config, source.spec, group.rank if group else 0) as compiler:
         progress("import", 0.0)
         from wavecore.engine_core.startup.loader import load_runner

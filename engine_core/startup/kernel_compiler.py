@@ -134,7 +134,7 @@ def main() -> bool:
     config = EngineConfig.from_json(sys.stdin.read())
     source = open_model(config.model, lambda *_: None, config.tokenizer, need_weights=False)
     ranks = config.tensor_parallel_size
-    shard = Shard(source.spec, ranks, 0, ranks * config.data_parallel_size if config.enable_expert_parallel else 1)
+    shard = Shard(source.spec, ranks, 0, config.expert_ranks)
     forks = Forks(len(os.sched_getaffinity(0)), CudaDriver)
     heard, told = os.pipe()
     if forks.begin():

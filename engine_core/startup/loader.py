@@ -60,8 +60,7 @@ def load_runner(
         torch.cuda.set_device(device)  # before anything touches CUDA: no other GPU gets a context of this process
     ranks = meet(device)
     group, exchange = ranks.tensor, Exchange(ranks.data)
-    spread = (ranks.size, ranks.rank) if config.enable_expert_parallel else (1, 0)
-    shard = Shard(source.spec, group.size, group.rank, *spread)
+    shard = Shard(source.spec, group.size, group.rank, config.expert_ranks, ranks.rank % config.expert_ranks)
     spec = shard.spec
     dtype, block_size, length = resolve(config, spec, device)
     if reason := refusal(spec.num_heads, spec.num_kv_heads, spec.head_dim, device):

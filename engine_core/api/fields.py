@@ -75,7 +75,7 @@ def make_plain(instance: object, checks: Mapping[str, Check]) -> None:
 
 def defaults(cls: Any) -> Mapping[str, Any]:
     """The fields of a dataclass with their defaults."""
-    return _defaults(cls)
+    return _defaults(cls)  # mypy takes no `type[Self]` for what a cached function wants, a Hashable
 
 
 @cache

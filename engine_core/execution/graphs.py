@@ -24,9 +24,8 @@ from wavecore.engine_core.execution.out_of_memory import first_line
 logger = logging.getLogger(__name__)
 Part = tuple[Callable[..., object], tuple[Any, ...]]
 PIECE = 2 << 20  # bytes that the driver takes at once
-FRAGMENTS = (
-    1.5  # what the pool grows to, by what it took for some graphs: captured in any order they share it less well
-)
+FRAGMENTS = 1.5
+"""What the pool grows to, by what it took for some graphs: captured in any order they share it less well."""
 
 
 class StepGraphs:

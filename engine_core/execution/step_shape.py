@@ -45,7 +45,7 @@ class Buckets:
     """The sizes of an engine's steps.
 
     Args:
-        max_tokens, max_rows: of a step.
+        max_num_batched_tokens, max_num_seqs: bounds of a plan.
         sizes: rows of decode steps and tokens of others, to which steps are padded and for which there are graphs;
             None chooses. Steps above the largest are padded as they are without.
 
@@ -55,11 +55,11 @@ class Buckets:
         graphs: the buckets that may have a graph.
     """
 
-    def __init__(self, max_tokens: int, max_rows: int, sizes: Sequence[int] | None = None) -> None:
-        most_rows, most_tokens = (max_rows, MAX_BUCKET) if sizes is None else (max(sizes, default=0),) * 2
-        self.rows = _sizes(sizes or (), max_rows)
-        self.tokens = _sizes(sizes or (), min(max_tokens, max(MAX_BUCKET, most_tokens)))
-        self._few_rows = sorted({_fitting(self.rows, -(-max_rows // part)) for part in (1, 4, 16, 64)})
+    def __init__(self, max_num_batched_tokens: int, max_num_seqs: int, sizes: Sequence[int] | None = None) -> None:
+        most_rows, most_tokens = (max_num_seqs, MAX_BUCKET) if sizes is None else (max(sizes, default=0),) * 2
+        self.rows = _sizes(sizes or (), max_num_seqs)
+        self.tokens = _sizes(sizes or (), min(max_num_batched_tokens, max(MAX_BUCKET, most_tokens)))
+        self._few_rows = sorted({_fitting(self.rows, -(-max_num_seqs // part)) for part in (1, 4, 16, 64)})
         decode = {Bucket(rows, rows, rows, 1) for rows in self.rows if rows <= most_rows}
         mixed = {Bucket(t, rows, rows, t) for t in self.tokens if 1 < t <= most_tokens for rows in self._few_rows}
         self.graphs = frozenset(decode | mixed)

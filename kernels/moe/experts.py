@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 SCAN_BLOCK = 64
-Shape = tuple[int, int, int, int]
-"""Columns and places of a tile's products at once, warps, stages."""
+Shape = dict[str, int]
+"""How a product over tiles is launched: columns and places at once, warps, stages."""
 
 
 def moe(
@@ -66,37 +66,11 @@ def moe(
     )
     _tiles[(1,)](counts, tile_expert, experts, tiles, ROWS=rows, BLOCK=own_block, TILES=SCAN_BLOCK, num_warps=4)
     _sort[(triton.cdiv(pairs, 128),)](chosen, counts, order, experts, pairs, BLOCK=128, num_warps=4)
-    block_n, block_k, warps, stages = shape_up
-    _up[(triton.cdiv(inner, block_n), tiles)](
-        x,
-        gate_up,
-        middle,
-        order,
-        tile_expert,
-        top_k,
-        hidden,
-        inner,
-        ROWS=rows,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=warps,
-        num_stages=stages,
+    _up[(triton.cdiv(inner, shape_up["BLOCK_N"]), tiles)](
+        x, gate_up, middle, order, tile_expert, top_k, hidden, inner, ROWS=rows, **shape_up
     )
-    block_n, block_k, warps, stages = shape_down
-    _down[(triton.cdiv(hidden, block_n), tiles)](
-        middle,
-        down,
-        parts,
-        weights,
-        order,
-        tile_expert,
-        hidden,
-        inner,
-        ROWS=rows,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=warps,
-        num_stages=stages,
+    _down[(triton.cdiv(hidden, shape_down["BLOCK_N"]), tiles)](
+        middle, down, parts, weights, order, tile_expert, hidden, inner, ROWS=rows, **shape_down
     )
     _combine[(tokens, triton.cdiv(hidden, 1024))](parts, chosen, out, top_k, hidden, BLOCK=1024)
     return out
@@ -105,12 +79,16 @@ def moe(
 def tile_shapes(pairs: int, dtype: torch.dtype) -> tuple[int, Shape, Shape]:
     """Rows of a tile, and the shapes of both products, for so many pairs an expert (measured on an H200)."""
     if dtype == torch.float32:  # exact products run outside the matrix units and want registers
-        return (16 if pairs <= 64 else 64), (64, 64, 4, 3), (64, 64, 4, 3)
+        return (16 if pairs <= 64 else 64), _shape(64, 64, 4, 3), _shape(64, 64, 4, 3)
     if pairs <= 24:
-        return 16, (64, 128, 4, 4), (64, 128, 4, 3)
+        return 16, _shape(64, 128, 4, 4), _shape(64, 128, 4, 3)
     if pairs <= 96:
-        return 64, (64, 64, 4, 3), (128, 64, 8, 3)
-    return 128, (128, 64, 8, 3), (128, 64, 8, 3)
+        return 64, _shape(64, 64, 4, 3), _shape(128, 64, 8, 3)
+    return 128, _shape(128, 64, 8, 3), _shape(128, 64, 8, 3)
+
+
+def _shape(columns: int, places: int, warps: int, stages: int) -> Shape:
+    return {"BLOCK_N": columns, "BLOCK_K": places, "num_warps": warps, "num_stages": stages}
 
 
 @triton.jit(do_not_specialize=["first"])

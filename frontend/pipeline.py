@@ -32,7 +32,14 @@ from wavecore.frontend.outputs import FinishName, RequestOutput, shown
 from wavecore.frontend.progress_bars import StartBar
 from wavecore.frontend.prompts import Prompt, PromptType, as_prompt
 from wavecore.frontend.text.messages import ChatOptions
-from wavecore.transport.errors import ConfigError, EngineDead, NotSupportedError, WavecoreError, from_code
+from wavecore.transport.errors import (
+    ConfigError,
+    EngineDead,
+    NotSupportedError,
+    ValidationError,
+    WavecoreError,
+    from_code,
+)
 from wavecore.transport.processes.supervisor import Supervisor
 from wavecore.transport.wire.checks import OF_REQUEST
 
@@ -246,7 +253,9 @@ class ModelPipeline:
         for stage in reversed(self._stages):
             if stage.service is None:
                 raise EngineDead(f"stage {stage.name} was not started: add all stages, then enter the pipeline")
-            params = (stage.params or stage.service.default_params).clone(**sampling, n=1, detokenize=True)
+            params = (stage.params or stage.service.default_params).clone(**sampling)
+            if params.n > 1 or not params.detokenize:
+                raise ValidationError("sampling", "must be of one choice, with detokenize, for the next stage to read")
             after = flows[0] if flows else None
             flows.appendleft(_Flow(stage, stage.service, params, its_kind, after))
             its_kind = OutputKind.DELTA if stage.overlap else kind  # of the stage before

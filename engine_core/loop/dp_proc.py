@@ -196,6 +196,11 @@ class DPEngineCoreProc(EngineCoreProc):
             self.core.wave.ask(wish)
             self._asked.append(item)
 
+    def _end_update(self) -> None:
+        """With the pause that it was in: whoever began it may have left."""
+        super()._end_update()
+        self.core.wave.ask(Wish.RESUME)
+
     def _stop(self, item: StopIn) -> None:
         super()._stop(item)
         self.core.wave.ask(Wish.LEAVE)

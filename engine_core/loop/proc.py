@@ -28,13 +28,13 @@ from wavecore.engine_core.api.config import MEMORY_ADVICE
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.request import Request
 from wavecore.transport.curve import CurveServer
-from wavecore.transport.errors import EngineDead, WavecoreError, as_wavecore_error
+from wavecore.transport.errors import EngineDead, ValidationError, WavecoreError, as_wavecore_error
 from wavecore.transport.io.complaints import Complaints
 from wavecore.transport.io.input_pump import InputPump
 from wavecore.transport.io.io_thread import IoThreadFailed
 from wavecore.transport.io.output_pump import ClientGone, OutputPump
 from wavecore.transport.processes.child import SupervisedChild
-from wavecore.transport.wire.messages import Abort, Utility
+from wavecore.transport.wire.messages import Abort, TensorFrame, Utility
 
 logger = logging.getLogger(__name__)
 _NOTHING_RAN_SECONDS = 0.005
@@ -80,6 +80,7 @@ class EngineCoreProc:
         self._epoch, self._resolved = os.urandom(16), dict(resolved)  # the epoch names this life of the engine
         self._stop_at: float | None = None  # draining: when the rest is aborted
         self._calls: dict[bytes, deque[Utility]] = {}  # not made yet, by client; the one whose turn it is comes first
+        self._updater: bytes | None = None  # the client whose turn it is to change the weights of all engines
         self._complaints = Complaints(logger)
         self._output = OutputPump(
             output_address,
@@ -183,6 +184,8 @@ class EngineCoreProc:
                 self.core.abort(item.client_id, item.handles)
             case ClientGone():
                 self._calls.pop(item.client_id, None)
+                if item.client_id == self._updater:
+                    self._end_update()
                 ended = self.core.abort_client(item.client_id)
                 if ended and item.reason:
                     logger.warning("%d requests of client %s end: %s", ended, item.client_id.hex()[:8], item.reason)
@@ -204,9 +207,26 @@ class EngineCoreProc:
                 self._calls[client_id] = waiting
             self._progress.beat()
 
+    def _begin_update(self, client_id: bytes) -> None:
+        """Of the updates of several clients at once each engine could keep another one."""
+        if self._updater is not None:
+            raise ValidationError("method", "another update_weights is on its way; try again when it is over")
+        self._updater = client_id
+
+    def _end_update(self) -> None:
+        self._updater = None
+
     def _call(self, item: Utility) -> None:
+        value: Any = None
+        frames: list[TensorFrame] = []
         try:
-            value, frames = self.core.utilities.call(item.method, item.args)
+            match item.method:
+                case "begin_update":
+                    self._begin_update(item.client_id)
+                case "end_update":
+                    self._end_update()
+                case _:
+                    value, frames = self.core.utilities.call(item.method, item.args)
         except EngineDead:
             raise
         except WavecoreError as error:

@@ -123,18 +123,20 @@ class Inspection:
 
         Raises:
             ModelError: a tensor is missing, unknown or of another shape, or a file cannot be read; nothing changed.
+            ValidationError: another update is on its way.
             EngineDead: it failed later, and ended the engine, or all engines in lockstep.
         """
         folder, client = str(OF_REQUEST.path("path", path)), self._service.client
         call_all(client, "check_weights", folder=folder)
-        if not self._service.resolved.get("lockstep"):
-            call_all(client, "update_weights", UPDATE_SECONDS, folder=folder)
-            return
-        self.pause()
+        first = client.engines[0]  # of several updates it lets one begin, and ends that of a client that left
+        client.call("begin_update", engine=first).result()
         try:
+            if self._service.resolved.get("lockstep"):
+                self.pause()
             call_all(client, "update_weights", UPDATE_SECONDS, folder=folder)
         finally:
-            self.resume()
+            with suppress(EngineDead):
+                client.call("end_update", engine=first).result()
 
     def debug_requests(self, limit: int = MAX_SHOWN, offset: int = 0) -> list[dict[str, Any]]:
         """A page of the requests in each engine: those that hold a slot, then the queue in order.

@@ -209,6 +209,9 @@ def test_errors_name_their_stage(pair: ModelPipeline, folder: Path) -> None:
     assert raised.value.field == "prompt"
     with pytest.raises(ValidationError, match="temperature: must be"):
         pair.run("go", temperature=-1)
+    for unread in ({"n": 2}, {"detokenize": False}):
+        with pytest.raises(ValidationError, match="sampling: must be of one choice, with detokenize"):
+            pair.run("go", **unread)
     for wrong in ("", 7, ["go"]):
         with pytest.raises(ValidationError, match=r"^prompt: must be text"):
             pair.run(wrong)  # type: ignore[arg-type]

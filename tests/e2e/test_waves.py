@@ -203,6 +203,18 @@ def test_a_client_that_dies_in_a_pause(start: Start) -> None:
         assert len(waiting()) == 5
 
 
+def test_a_client_that_leaves_in_an_update(start: Start) -> None:
+    """Nobody else knows of its pause, which ends with it."""
+    with start(2) as llm:
+        with LLM.connect(llm.runtime_dir) as other:
+            other._service.client.call("begin_update", engine=0).result()
+            other.pause()
+            with pytest.raises(ValidationError, match="another update_weights is on its way"):
+                llm._service.client.call("begin_update", engine=0).result()
+        ask(llm, range(4), 12)
+        llm._service.client.call("begin_update", engine=0).result()
+
+
 async def test_pause_of_an_async_llm(start: Start) -> None:
     with start(2) as llm:
         async with AsyncLLM.connect(llm.runtime_dir) as client:

@@ -143,6 +143,22 @@ def test_a_call_that_fails_again_and_again_logs_one_traceback(loop: Any, caplog:
     assert record.levelname == "ERROR"
 
 
+def test_updates_of_several_clients_take_turns_and_one_that_left_keeps_nobody_out(loop: Any) -> None:
+    proc, recorder, _ = loop
+    for client, item in (
+        (GONE, "begin"),
+        (OTHER, "begin"),
+        (GONE, ""),
+        (OTHER, "begin"),
+        (OTHER, "end"),
+        (CLIENT, "begin"),
+    ):
+        proc._handle(Utility(b"", client, 0, 0, f"{item}_update") if item else ClientGone(client))
+        proc._make_calls()
+    told = [(client, error is None) for client, _, error in (entry for entry in recorder.seen if entry != "beat")]
+    assert told == [(GONE, True), (OTHER, False), (OTHER, True), (OTHER, True), (CLIENT, True)]
+
+
 @pytest.mark.parametrize("other", [False, True])
 def test_a_client_with_much_to_read_gets_no_more_reports_and_to_wait_for_it_is_no_hang(loop: Any, other: bool) -> None:
     """Its requests would end for what waits for it; those of others, and its own without reports, go on."""

@@ -127,8 +127,8 @@ class Inspection:
             EngineDead: it failed later, and ended the engine, or all engines in lockstep.
         """
         folder, client = str(OF_REQUEST.path("path", path)), self._service.client
-        call_all(client, "check_weights", folder=folder)
-        first = client.engines[0]  # of several updates it lets one begin, and ends that of a client that left
+        # Of several updates the first engine lets one begin, and ends that of a client that left.
+        first = min(call_all(client, "check_weights", folder=folder))
         client.call("begin_update", engine=first).result()
         try:
             if self._service.resolved.get("lockstep"):

@@ -26,7 +26,7 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.async_llm import start_beside_loop
 from wavecore.frontend.client.mailbox import Mailbox, Notifier, OutputKind
 from wavecore.frontend.client.notifiers import LoopNotifiers, ThreadNotifier
-from wavecore.frontend.client.service import Service, check_tokenizer, make_supervisor
+from wavecore.frontend.client.service import Service, check_tokenizer, make_supervisor, settled
 from wavecore.frontend.compat import engine_config, our_name
 from wavecore.frontend.outputs import FinishName, RequestOutput, shown
 from wavecore.frontend.progress_bars import StartBar
@@ -267,7 +267,7 @@ class ModelPipeline:
             while not run.finished:
                 for flow, make in run.due():
                     with _naming(flow.stage.name):
-                        run.send(flow, make(), notifier)
+                        run.send(flow, settled(make), notifier)
                 if not run.has_ends:  # else there is nothing to wait for, in the child of a fork also nobody
                     notifier.wait()
                 yield from run.take()

@@ -239,7 +239,7 @@ class Service:
         started = time.monotonic()
         deadline = min(options.deadlines.values(), default=None)
         try:
-            work = asyncio.get_running_loop().run_in_executor(self._text_threads, _settled, make)
+            work = asyncio.get_running_loop().run_in_executor(self._text_threads, settled, make)
             prompt = await asyncio.wait_for(work, deadline)
         except TimeoutError:
             raise RequestTimeout(f"the deadline of {deadline:g} s passed while the prompt was made") from None
@@ -274,10 +274,12 @@ class Service:
         return wire
 
 
-def _settled(make: Callable[[], Prompt]) -> Prompt:
+def settled(make: Callable[[], Prompt]) -> Prompt:
+    """A prompt, or an error that is no other thing to those who wait for it: of a function that makes prompts, say, or
+    an object in one."""
     try:
         return make()
-    except StopIteration as error:  # of an object in the prompt, say; no future may carry it, and its await hangs
+    except (StopIteration, TimeoutError) as error:  # no future may carry the one; the other would be our deadline's
         raise WavecoreError(f"{error!r} while the prompt was made") from error
 
 

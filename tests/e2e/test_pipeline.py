@@ -17,7 +17,15 @@ from tests.support.waiting import until
 from wavecore import LLM, ModelPipeline, SamplingParams, connect
 from wavecore.frontend.cli.main import main
 from wavecore.frontend.pipeline import StageOutput
-from wavecore.transport.errors import ConfigError, EngineDead, ModelError, RequestError, StartError, ValidationError
+from wavecore.transport.errors import (
+    ConfigError,
+    EngineDead,
+    ModelError,
+    RequestError,
+    StartError,
+    ValidationError,
+    WavecoreError,
+)
 from wavecore.transport.processes.deployment import read
 
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 12}
@@ -160,6 +168,19 @@ async def test_prompts_of_any_form(folder: Path) -> None:
             pipeline.run("other")
         with pytest.raises(KeyError, match="'other'"):
             await pipeline.arun("other")
+
+
+@pytest.mark.parametrize("error", [StopIteration, TimeoutError])
+def test_what_a_prompt_function_raises_is_told(folder: Path, error: type[Exception]) -> None:
+    """In a thread and in a task alike, though generators and deadlines have a use of their own for it."""
+
+    def fails(_texts: Mapping[str, str]) -> str:
+        raise error("not found")
+
+    with ModelPipeline().add_stage("only", **model(folder / "fails"), prompt=fails) as pipeline:
+        for run in (lambda: pipeline.run("go"), lambda: asyncio.run(pipeline.arun("go"))):
+            with pytest.raises(WavecoreError, match=rf"^stage only: {error.__name__}\('not found'\) while the prompt"):
+                run()
 
 
 def test_a_deadline_is_of_all_stages(folder: Path) -> None:

@@ -188,10 +188,10 @@ class DPEngineCoreProc(EngineCoreProc):
         wish = _WISHES.get(item.method)
         if wish is None:
             super()._call(item)
-        elif item.args:
-            self._output.put_result(
-                item.client_id, item.call, error=ValidationError("args", f"{item.method} takes none")
-            )
+        elif item.args or (wish == Wish.RESUME and self._updater is not None):
+            reason = "takes none" if item.args else "comes at the end of the update_weights that is on its way"
+            error = ValidationError("args" if item.args else "method", f"{item.method} {reason}")
+            self._output.put_result(item.client_id, item.call, error=error)
         else:
             self.core.wave.ask(wish)
             self._asked.append(item)

@@ -8,7 +8,8 @@
                                               http://admin/pause, then http://admin/resume    engines in lockstep
                                               http://admin/profile/start, then http://admin/profile/stop
 
-Answers are JSON: by number of the engine, of all that are up. Unlike scrapes and probes they wait for the engines.
+Answers are JSON: by number of the engine, of all that are up; of pauses and their ends, of one that asked the others.
+Unlike scrapes and probes they wait for the engines.
 
 Every API process of a deployment has such a socket, the further ones `admin-1.sock` and so on, and shows at /http what
 it has counted of HTTP. So a scrape of one tells of all.
@@ -110,6 +111,7 @@ async def _answer(client: EngineClient, request: Request) -> JSONResponse:
         up = client.engines
         if method in ("pause", "resume"):
             check_lockstep(client, method)
+            up = up[:1]  # which asks the others
         calls = [client.call(method, args, engine=index, timeout=CALL_SECONDS) for index in up]
         results = await asyncio.gather(*map(asyncio.wrap_future, calls))
         values = {index: result.value for index, result in zip(up, results, strict=True)}

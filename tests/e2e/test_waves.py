@@ -211,6 +211,8 @@ def test_a_client_that_leaves_in_an_update(start: Start) -> None:
             other.pause()
             with pytest.raises(ValidationError, match="another update_weights is on its way"):
                 llm._service.client.call("begin_update", engine=0).result()
+            with pytest.raises(ValidationError, match="resume comes at the end of the update_weights"):
+                llm.resume()
         ask(llm, range(4), 12)
         llm._service.client.call("begin_update", engine=0).result()
 

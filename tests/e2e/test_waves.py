@@ -207,6 +207,7 @@ def test_a_client_that_leaves_in_an_update(start: Start) -> None:
     """Nobody else knows of its pause, which ends with it."""
     with start(2) as llm:
         with LLM.connect(llm.runtime_dir) as other:
+            until(lambda: all(len(each._service.client.engines) == 2 for each in (llm, other)), "connections")
             other._service.client.call("begin_update", engine=0).result()
             other.pause()
             with pytest.raises(ValidationError, match="another update_weights is on its way"):

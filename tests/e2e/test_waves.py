@@ -140,7 +140,7 @@ def test_each_rank_begins_waves(start: Start) -> None:
         for turn in range(12):
             before = in_step(llm)["waves"]
             ask(llm, [turn], 3)  # the client sends it to the least loaded, in turn
-            until(lambda: in_step(llm)["waves"] > before, "the end of its wave")
+            until(lambda begun=before: in_step(llm)["waves"] > begun, "the end of its wave")
         assert all(stat["finished"] == 3 for stat in llm.step_stats())
 
 

@@ -28,7 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F32 = npt.NDArray[np.float32]
 MAX_SHOWN = 1000  # requests of an engine in one answer
-UPDATE_SECONDS = 3600.0  # until `update_weights` is given up
+UPDATE_TIMEOUT = 3600.0  # seconds until `update_weights` is given up
 LEAST_PIXELS = 512
 # Dark to bright at even steps, near viridis
 COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], np.float32)
@@ -133,7 +133,7 @@ class Inspection:
         try:
             if self._service.resolved.get("lockstep"):
                 self.pause()
-            call_all(client, "update_weights", UPDATE_SECONDS, folder=folder)
+            call_all(client, "update_weights", UPDATE_TIMEOUT, folder=folder)
         finally:
             with suppress(EngineDead):
                 client.call("end_update", engine=first).result()

@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -131,9 +130,10 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_work(model: Pa
         LLM(model, tensor_parallel_size=3, skip_tokenizer_init=True, **SETTINGS)
 
 
-def test_a_rank_that_dies_or_stops_is_named_and_the_group_starts_again(model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stops_is_named_and_the_group_starts_again(model: Path, number: signal.Signals) -> None:
     with LLM(model, tensor_parallel_size=2, skip_tokenizer_init=True, kv_cache_memory_gib=0.01, **SETTINGS) as llm:
-        for number, rank in product((signal.SIGKILL, signal.SIGSTOP), (0, 1)):
+        for rank in (0, 1):
             before = entry(llm)
             params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
             stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, params)

@@ -1,9 +1,10 @@
-"""Host time of the engine's loop with the device faked: one core, no model, no sockets.
+"""Host time of the engine's loop without sockets: with the device faked, on one core, or with a model on the GPU.
 
-    python scripts/bench_host_loop.py [--steps 2000]
+    python scripts/bench_host_loop.py [--steps 2000] [--model FOLDER]
 
 Prints Markdown tables: schedule and update per step at 1 to 1,024 running requests, alone and with 10,000 waiting; and
-deadlines in the timing wheel against a binary heap.
+deadlines in the timing wheel against a binary heap. With a model of `make_checkpoint.py`: the phases of turns that
+replay graphs, of so many decoding requests.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.scripted_runner import Script, ScriptedRunner
-from wavecore.engine_core.loop.core import EngineCore
-from wavecore.engine_core.plan import StepPlan, StepResult
+from wavecore.engine_core.loop.core import OFTEN, EngineCore
+from wavecore.engine_core.loop.stats import PHASES
+from wavecore.engine_core.plan import Runner, StepPlan, StepResult
 from wavecore.engine_core.scheduling.timing_wheel import TimingWheel
+from wavecore.engine_core.startup.factory import make_runner
 from wavecore.transport.wire.messages import Add, TensorFrame
 
 T = TypeVar("T")
@@ -76,6 +79,37 @@ def bench_loop(running: int, waiting: int, steps: int) -> str:
     step = 1e6 * np.median(whole)  # with the statistics of the step, which no phase holds
     cells = [np.median(schedule), np.median(update), np.median(both), np.percentile(both, 99), step]
     return row(running, waiting, *(f"{cell:.0f}" for cell in cells), enqueue, cancel)
+
+
+def bench_turns(runner: Runner, config: EngineConfig, running: int, steps: int) -> str:
+    """Median and 90th percentile of each phase, in ms, once all that such steps replay is captured."""
+    core = EngineCore(config, runner)
+    for handle in range(running):
+        core.add(core.admit(make_add(handle)))
+    while len(core.requests.waiting) or core.requests.totals.steps < 50 or runner.wants_capture(OFTEN):
+        core.step()
+    seconds = []
+    for _ in range(steps + 1):
+        sums = core.stats.report()
+        seconds.append([sums[f"{name}_seconds"] for name in PHASES])
+        core.step()
+    phases = 1e3 * np.diff(seconds, axis=0).T
+    host = phases.sum(axis=0) - phases[PHASES.index("wait")]
+    core.abort(CLIENT, list(range(running)))
+    while core.has_work:
+        core.step()
+    cells = (f"{np.median(ms):.3f} ({np.percentile(ms, 90):.3f})" for ms in (*phases, host, phases.sum(axis=0)))
+    return row(running, *cells)
+
+
+def bench_model(folder: str, steps: int) -> None:
+    sizes = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "max_model_len": 4096, "dtype": "bfloat16"}
+    config = EngineConfig(model=folder, device="cuda", skip_tokenizer_init=True, **sizes)  # type: ignore[arg-type]
+    runner = make_runner(config, lambda *_: None)
+    print(row("running", *(f"{name} ms (p90)" for name in (*PHASES, "host", "turn"))))
+    print(row(*["---:"] * 7))
+    for running in (1, 256, 1024):
+        print(bench_turns(runner, config, running, min(steps, 300)), flush=True)
 
 
 def per_item(items: list[T], do: Callable[[T], object]) -> str:
@@ -158,7 +192,12 @@ def row(*cells: object) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
-    steps = parser.parse_args().steps
+    parser.add_argument("--model", metavar="FOLDER")
+    args = parser.parse_args()
+    steps = args.steps
+    if args.model:
+        bench_model(args.model, steps)
+        return
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     print(
         row("running", "waiting", "schedule us", "update us", "both us", "p99 us", "step us", "enqueue us", "cancel us")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -13,10 +15,11 @@ from typing import Any
 import pytest
 from documents import ROOT
 from tests.multi_gpu.wave_rank import ASKED, GREEDY, SETTINGS, TURNS
-from tests.support.checkpoints import assert_greedy, load_reference, make_config, save_model
+from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
 
 from wavecore import LLM
-from wavecore.transport.processes import group_memory
+from wavecore.transport.errors import EngineDead
+from wavecore.transport.processes import deployment, group_memory
 
 PROGRAM = Path(__file__).with_name("wave_rank.py")
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "num_attention_heads": 8}
@@ -84,3 +87,34 @@ def test_tokens_and_new_weights(
             llm.update_weights(models[number])
             for output in llm.generate(ASKED * 3, GREEDY, use_tqdm=False):
                 assert_greedy(references[number], output.prompt_token_ids, output.outputs[0].token_ids, f"{number}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ten_thousand_requests(models: list[Path], device: str, request: pytest.FixtureRequest) -> None:
+    """Of 40 prompts and random lengths; twice a rank is killed or stopped, which ends the life of both engines."""
+    if device == "cuda":
+        request.getfixturevalue("two_gpus")
+    dice, reference, asked = random.Random(1), load_reference(models[0]), prompts(40, longest=40, seed=3)
+    expected: dict[int, list[int]] = {}
+    settings = {**SETTINGS, "device": device, "skip_tokenizer_init": True, "max_num_seqs": 32}
+    with LLM(models[0], **settings) as llm:
+        for turn in range(20):
+            chosen = dice.choices(range(len(asked)), k=500)
+            lengths = [GREEDY.clone(max_tokens=dice.randint(1, 20)) for _ in chosen]
+            outputs = llm.generate([asked[i] for i in chosen], lengths, use_tqdm=False)
+            for i, output in zip(chosen, outputs, strict=True):
+                tokens = list(output.outputs[0].token_ids)
+                known = expected.get(i, [])[: len(tokens)]
+                if known != tokens:
+                    assert_greedy(reference, asked[i], tokens, f"turn {turn}")
+                    expected[i] = tokens
+            if turn in (6, 13):
+                rank = deployment.read(llm.runtime_dir).engines[turn % 2].ranks[0].pid
+                stream = llm.stream(asked[0], GREEDY.clone(max_tokens=1000))
+                next(stream)
+                os.kill(rank, signal.SIGKILL if turn == 6 else signal.SIGSTOP)
+                with pytest.raises(EngineDead):
+                    for _ in stream:
+                        pass
+        assert [engine.restarts for engine in deployment.read(llm.runtime_dir).engines] == [2, 2]

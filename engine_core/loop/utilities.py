@@ -187,7 +187,7 @@ class Utilities:
             return f"preempted; {steps} steps in flight must come back first"
         if not request.queued:
             return ""
-        return f"{ahead} requests are ahead of it" if ahead else self._scheduler.blocked or "the next plan takes it"
+        return f"requests ahead of it: {ahead}" if ahead else self._scheduler.blocked or "the next plan takes it"
 
 
 def _blocks(name: str, pool: BlockPool) -> dict[str, int]:

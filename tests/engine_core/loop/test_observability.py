@@ -34,7 +34,7 @@ def test_why_is_my_request_waiting() -> None:
         0: "running", 1: "forking", 2: "waiting", 3: "waiting",
     }  # fmt: skip
     assert "compute the prompt that they share" in by_handle[1]["reason"]
-    assert "budget of 16" in by_handle[2]["reason"] and by_handle[3]["reason"] == "1 requests are ahead of it"
+    assert "budget of 16" in by_handle[2]["reason"] and by_handle[3]["reason"] == "requests ahead of it: 1"
     for _ in range(3):
         driver.step()
     entries, _ = driver.core.utilities.call("debug_requests", {"limit": 2})
@@ -42,7 +42,7 @@ def test_why_is_my_request_waiting() -> None:
     assert "slots (max_num_seqs) are taken" in entries[1]["reason"]
     pages = [driver.core.utilities.call("debug_requests", {"limit": 2, "offset": at})[0] for at in (0, 2, 4)]
     assert [entry["handle"] for page in pages for entry in page] == [0, 1, 2, 3]
-    assert pages[1][1]["reason"] == "2 requests are ahead of it"  # those of the page before count
+    assert pages[1][1]["reason"] == "requests ahead of it: 2"  # those of the page before count
     driver.run()
     assert driver.core.utilities.call("debug_requests", {}) == ([], [])
 

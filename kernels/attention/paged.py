@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: rows with one query token take the split-KV kernel, longer rows the prefill kernel.
+"""Paged attention on a GPU: rows with one query token take the split-KV kernel, longer rows a prefill kernel.
 
 Both launch on the whole batch and skip the rows of the other, so nothing depends on lengths that only the device
 knows. Every output element is written exactly once, padding as zero.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from wavecore.kernels.attention import prefill, prefill_hopper
 from wavecore.kernels.attention.decode import decode_attention
-from wavecore.kernels.attention.prefill import prefill_attention
 from wavecore.kernels.batch import Batch
 
 
@@ -23,9 +23,10 @@ def paged_attention(
     out = q.new_empty(tokens, heads * dim)
     if not tokens:
         return out
-    prefill = batch.max_query_len > 1
-    if prefill:
-        prefill_attention(out, q, kv_cache, layer, batch, scale, soft_cap, window)
-    if batch.num_decode_rows or not prefill:
-        decode_attention(out, q, kv_cache, layer, batch, scale, soft_cap, window, zero_padding=not prefill)
+    prompts = batch.max_query_len > 1
+    if prompts:
+        kernel = prefill_hopper if prefill_hopper.holds(q, kv_cache) else prefill
+        kernel.prefill_attention(out, q, kv_cache, layer, batch, scale, soft_cap, window)
+    if batch.num_decode_rows or not prompts:
+        decode_attention(out, q, kv_cache, layer, batch, scale, soft_cap, window, zero_padding=not prompts)
     return out

@@ -1,8 +1,9 @@
 """Split-KV attention for rows with one query token, balanced over the GPU whatever the mix of lengths.
 
-A program walks over the rows in its range of the step's tiles (see `ranges`), for one KV head and the whole
+A program walks over the chunks and rows in its range of the step's tiles (see `ranges`), for one KV head and the whole
 group of query heads that share it, packed into the rows of the matrix product. A row inside one range is written at
-once; a row cut by a border leaves float32 partials, at most two a program, which a second kernel merges.
+once; one cut by a border, or with a beginning that it shares with others, leaves float32 partials, which a second
+kernel merges. So the order of a row's sums, and with it the last bits, depends on the other rows of its step.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wavecore.kernels.attention.ranges import ROW_COST, Ranges, make_ranges
-from wavecore.kernels.attention.shapes import LEAST_BLOCK_D, MAX_GROUP, decode_shape
+from wavecore.kernels.attention.groups import shared_tiles
+from wavecore.kernels.attention.ranges import ROW_COST, make_ranges
+from wavecore.kernels.attention.shapes import LEAST_BLOCK_D, MAX_GROUP, chunk_width, decode_shape
 from wavecore.kernels.attention.tile import LOG2E, load_tile, softmax_step
 from wavecore.kernels.batch import Batch
 from wavecore.kernels.chain import follow
-from wavecore.kernels.device import early, num_multiprocessors
+from wavecore.kernels.device import early, num_multiprocessors, registers
 
 MERGE_BLOCK = 16
 
@@ -36,17 +38,21 @@ def decode_attention(
     tokens, heads, dim = q.shape
     _, num_layers, _, kv_heads, block_size, _ = kv_cache.shape
     rows = len(batch.seq_lens)
-    assert heads // kv_heads <= MAX_GROUP
+    group = heads // kv_heads
+    assert group <= MAX_GROUP
     tile, warps, stages, resident = decode_shape(dim, q.dtype)
+    width = chunk_width(dim, q.dtype)
+    # a window hides most of a common beginning, and of each row another part
+    chunk_rows = width // group if rows > 1 and width >= 2 * group and not window else 0
     key = ("decode_ranges", window, heads, tile)
     if key not in batch.shared:
         programs = max(1, num_multiprocessors(q.device) * resident // kv_heads)
-        batch.shared[key] = make_ranges(batch, programs, heads, dim, window, tile)
-    ranges: Ranges = batch.shared[key]
+        batch.shared[key] = make_ranges(batch, programs, heads, dim, window, tile, block_size, chunk_rows)
+    ranges, groups = batch.shared[key]
     block_d = max(LEAST_BLOCK_D, triton.next_power_of_2(dim))
     # beside the end of another kernel, the programs of many rows would not spread evenly over the multiprocessors
     launch = early(q.device, tokens == 1)
-    _decode[(len(ranges.first_row), kv_heads)](
+    _decode[(len(ranges.first), kv_heads)](
         q,
         kv_cache,
         batch.block_tables,
@@ -54,6 +60,7 @@ def decode_attention(
         batch.query_start,
         batch.seq_lens,
         ranges,
+        groups,
         out,
         layer,
         num_layers,
@@ -66,21 +73,27 @@ def decode_attention(
         HKV=kv_heads,
         DIM=dim,
         KV_BLOCK=block_size,
-        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
+        CHUNK_ROWS=chunk_rows,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_M=width,
         BLOCK_D=block_d,
         TILE=tile,
         ROW_COST=ROW_COST,
         num_warps=warps,
         num_stages=stages,
+        maxnreg=registers(warps * resident),
         **launch,
     )
     _merge[(max(rows, tokens) if zero_padding else rows, heads)](
         batch.query_start,
         ranges,
+        groups,
         out,
         rows,
         tokens,
+        len(ranges.first),
         ZERO_PADDING=zero_padding,
+        CHUNK_ROWS=chunk_rows,
         HQ=heads,
         DIM=dim,
         BLOCK_D=block_d,
@@ -100,6 +113,7 @@ def _decode(
     query_start_ptr,
     seq_lens_ptr,
     ranges,
+    groups,
     out_ptr,
     layer,
     num_layers,
@@ -112,7 +126,9 @@ def _decode(
     HKV: tl.constexpr,
     DIM: tl.constexpr,
     KV_BLOCK: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     ROW_COST: tl.constexpr,
@@ -120,11 +136,12 @@ def _decode(
 ):
     """A program (range of tiles, KV head) attends with one query token of each row that has tiles in its range.
 
-    at, tile                   places in the list of all rows' tiles
+    at, tile                   places in the list of all tiles
     g [BLOCK_G]                query heads of the group, GROUP of them real
+    m [BLOCK_M]                of a chunk: query heads of the group of each of its rows
     d [BLOCK_D]                place in a head, DIM of them real
     key [TILE]                 positions of a tile of keys; k, v are [TILE, BLOCK_D]
-    q, acc [BLOCK_G, BLOCK_D]  queries, and the sum of values so far, weighted
+    q, acc [BLOCK_G, BLOCK_D]  queries, and the sum of values so far, weighted; of a chunk [BLOCK_M, BLOCK_D]
     peak, total [BLOCK_G]      largest score so far, and the sum of weights
     """
     follow(EARLY)
@@ -145,8 +162,47 @@ def _decode(
     k_offset = (layer.to(tl.int64) * (2 * HKV) + kv_head) * (KV_BLOCK * DIM)
     v_offset = k_offset + HKV * KV_BLOCK * DIM
 
-    row = tl.load(ranges.first_row + program)
+    row = tl.load(ranges.first + program)
     at = range_begin
+    if CHUNK_ROWS:
+        shared_end = tl.load(ranges.tile_start)
+        m = tl.arange(0, BLOCK_M)
+        chunk = row
+        row = tl.where(at < shared_end, 0, row)
+        while at < tl.minimum(range_end, shared_end):
+            chunk_begin = tl.load(ranges.chunk_start + chunk) + ROW_COST
+            chunk_end = tl.load(ranges.chunk_start + chunk + 1)
+            at = tl.maximum(at, chunk_begin)
+            stop = tl.minimum(chunk_end, range_end)
+            rows = tl.load(groups.rows + chunk)
+            if stop > at:
+                member = m // GROUP
+                real = member < rows
+                there = real[:, None] & (d < DIM)[None, :]
+                members = tl.load(groups.member + chunk + member, mask=real, other=0)
+                token = tl.load(query_start_ptr + members, mask=real, other=0).to(tl.int64)
+                heads = kv_head * GROUP + m % GROUP
+                q = tl.load(q_ptr + ((token * HQ + heads) * DIM)[:, None] + d[None, :], mask=there, other=0.0)
+                table_ptr = tables_ptr + tl.load(groups.member + chunk).to(tl.int64) * table_stride
+                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_M], tl.float32)
+                for tile in range(at, stop):
+                    key = (tile - chunk_begin) * TILE + tl.arange(0, TILE)
+                    k = load_tile(cache_ptr, table_ptr, k_offset, block_stride, key, key, False, KV_BLOCK, DIM, BLOCK_D)
+                    v = load_tile(cache_ptr, table_ptr, v_offset, block_stride, key, key, False, KV_BLOCK, DIM, BLOCK_D)
+                    acc, peak, total = softmax_step(
+                        q, k, v, acc, peak, total, key, scale, soft_cap, HAS_CAP, MASKED=False, GUARD=False
+                    )
+                acc = acc / total[:, None]
+                programs = tl.num_programs(0)
+                later = 2 * num_rows + programs + program * CHUNK_ROWS
+                first = num_rows + programs + chunk
+                partial = (tl.where(at == chunk_begin, first, later) + member).to(tl.int64) * HQ + heads
+                tl.store(ranges.partial + (partial * DIM)[:, None] + d[None, :], acc, mask=there)
+                tl.store(ranges.weight_log + partial, peak + tl.log2(total), mask=real)
+            at = tl.maximum(range_begin, chunk_end)
+            chunk += rows
     while at < range_end:
         row_begin = tl.load(ranges.tile_start + row) + ROW_COST
         row_end = tl.load(ranges.tile_start + row + 1)
@@ -161,7 +217,10 @@ def _decode(
             first_key = 0
             if WINDOW:
                 first_key = tl.maximum(length - WINDOW, 0)
-            tile_offset = first_key // TILE - row_begin
+            skipped = first_key // TILE
+            if CHUNK_ROWS:
+                skipped = shared_tiles(groups, row, True)
+            tile_offset = skipped - row_begin
             acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_G], tl.float32)
@@ -174,25 +233,30 @@ def _decode(
                     q, k, v, acc, peak, total, visible[None, :], scale, soft_cap, HAS_CAP, True, GUARD=False
                 )
             acc = acc / total[:, None]
-            if (at == row_begin) & (stop == row_end):
+            whole = (at == row_begin) & (stop == row_end)
+            if CHUNK_ROWS:
+                whole = whole & (skipped == 0)
+            if whole:
                 tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=here)
             else:
-                piece = 2 * program + (at > range_begin).to(tl.int32)
-                partial = piece.to(tl.int64) * HQ + head
+                partial = tl.where(at == row_begin, row, num_rows + program).to(tl.int64) * HQ + head
                 tl.store(ranges.partial + (partial * DIM)[:, None] + d[None, :], acc, mask=here)
                 tl.store(ranges.weight_log + partial, peak + tl.log2(total), mask=g < GROUP)
         at = tl.maximum(range_begin, row_end)
         row += 1
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "programs"])
 def _merge(
     query_start_ptr,
     ranges,
+    groups,
     out_ptr,
     num_rows,
     num_tokens,
+    programs,
     ZERO_PADDING: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
     HQ: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -203,9 +267,6 @@ def _merge(
     """A program (index, query head) merges the partial results of row `index`.
 
     Where ZERO_PADDING, it also zeroes token `index`, if that is padding.
-
-    program [BLOCK_P]        those of `_decode` that hold a part of the row
-    part [BLOCK_P, BLOCK_D]  what they left, each of the weight that its weight_log tells
     """
     follow(EARLY)
     index = tl.program_id(0)
@@ -225,16 +286,60 @@ def _merge(
     size = tl.load(ranges.size)
     first = begin // size
     last = tl.where(end > begin, (end - 1) // size, first - 1)  # a row of length 0 has no range: zero remains
-    if (after - token != 1) | (first == last):
+    skipped = 0
+    if CHUNK_ROWS:
+        skipped = shared_tiles(groups, index, True)
+    if (after - token != 1) | ((first == last) & (skipped == 0)):
         return
     acc = tl.zeros([BLOCK_D], tl.float32)
     peak = float("-inf")
     total = 0.0
+    acc, peak, total = _add_parts(
+        ranges, acc, peak, total, first, last, index, num_rows, 1, head, HQ, DIM, BLOCK_D, BLOCK_P
+    )
+    if CHUNK_ROWS:
+        place = tl.load(groups.place + index, mask=skipped > 0, other=0)
+        chunk = tl.load(groups.head + index, mask=skipped > 0, other=0)
+        begin = tl.load(ranges.chunk_start + chunk, mask=skipped > 0, other=0) + ROW_COST
+        first = begin // size
+        last = tl.where(skipped > 0, (begin + skipped - 1) // size, first - 1)
+        own = num_rows + programs + place
+        later = 2 * num_rows + programs + place - chunk
+        acc, peak, total = _add_parts(
+            ranges, acc, peak, total, first, last, own, later, CHUNK_ROWS, head, HQ, DIM, BLOCK_D, BLOCK_P
+        )
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + (token.to(tl.int64) * HQ + head) * DIM + d, acc.to(kind), mask=d < DIM)
+
+
+@triton.jit
+def _add_parts(
+    ranges,
+    acc,
+    peak,
+    total,
+    first,
+    last,
+    first_place,
+    place_of_0,
+    step,
+    head,
+    HQ: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """acc, peak and total after the partial results of programs `first` to `last`.
+
+    The first one's lies at `first_place`, that of another program at `place_of_0` + program * step.
+
+    part [BLOCK_P, BLOCK_D]  what programs left, each of the weight that its weight_log tells
+    """
+    d = tl.arange(0, BLOCK_D)
     for start in range(first, last + 1, BLOCK_P):
         program = start + tl.arange(0, BLOCK_P)
         there = program <= last
-        piece = 2 * program + (begin > program * size).to(tl.int32)  # only the first range can begin with another row
-        place = piece.to(tl.int64) * HQ + head
+        place = tl.where(program == first, first_place, place_of_0 + program * step).to(tl.int64) * HQ + head
         weight_log = tl.load(ranges.weight_log + place, mask=there, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(weight_log))
         weight = tl.exp2(weight_log - new_peak)
@@ -244,5 +349,4 @@ def _merge(
         acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
         total = total * shrink + tl.sum(weight)
         peak = new_peak
-    acc = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + (token.to(tl.int64) * HQ + head) * DIM + d, acc.to(kind), mask=d < DIM)
+    return acc, peak, total

@@ -1,0 +1,183 @@
+"""Rows with one query token that begin with the same blocks: shared-prefix (cascade) attention reads these once.
+
+Idea: Juravsky et al., "Hydragen" (2024), and FlashInfer's cascades. Blocks of the prefix cache are shared as they lie,
+so rows have a beginning in common where their block tables begin with the same entries. The device finds that out once
+a step, and nothing of it is known to the host: a captured graph meets every grouping, and none.
+
+    block tables   [7 8 9|1]  [7 8 9|4 2]  [5|6]  [7 8 9|3]        | where what a row reads alone begins
+    chunks         rows 0, 1, 3 with the tiles of 7 8 9            at most as many rows as one product has
+    places         0 1 2 of these rows                             rows of a chunk lie side by side
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wavecore.kernels.batch import Batch
+
+ROWS_AT_ONCE = 1024
+"""A row looks for others among its thousand."""
+LEAST_TILES = 4
+"""What is shared must be worth two results more that are merged."""
+SPAN = tl.constexpr(1 << 20)  # above the tiles of any row
+
+
+class Groups(NamedTuple):
+    """Device tensors of the step's groups, in a form that kernels take; all int32.
+
+    `find_groups` writes `key`, and `pack_groups` the others, of rows that share.
+
+    Attributes:
+        key: [R], the first row with this beginning, among its thousand, and how many tiles it has; -1 shares nothing.
+        place: [R], of a row among all that share, those of a chunk side by side.
+        head: [R], place of the first row of its chunk.
+        member: [R], the row at a place.
+        rows, tiles: [R], by place: of the chunk that begins there; 0 tiles where none does.
+    """
+
+    key: Tensor
+    place: Tensor
+    head: Tensor
+    member: Tensor
+    rows: Tensor
+    tiles: Tensor
+
+
+def find_groups(batch: Batch, block_size: int, tile: int, shares: bool) -> Groups:
+    """Queue the search for rows that share; only room that nothing touches where not `shares`.
+
+    Args:
+        tile: keys a tile.
+    """
+    rows = len(batch.seq_lens) if shares else 0
+    found = Groups(*(torch.empty(rows, dtype=torch.int32, device=batch.seq_lens.device) for _ in Groups._fields))
+    if shares:
+        _find[(rows,)](
+            batch.block_tables,
+            batch.block_tables.stride(0),
+            batch.query_start,
+            batch.seq_lens,
+            found.key,
+            rows,
+            KV_BLOCK=block_size,
+            TILE=tile,
+            LEAST_TILES=LEAST_TILES,
+            BLOCK_R=ROWS_AT_ONCE,
+            num_warps=4,
+        )
+    return found
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_rows"])
+def _find(
+    tables_ptr,
+    table_stride,
+    query_start_ptr,
+    seq_lens_ptr,
+    key_ptr,
+    num_rows,
+    KV_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """A program chooses what a row shares: so many blocks that their number times that of other rows is largest.
+
+    Rows of one beginning mostly choose alike; each choice is right by itself, as its tables are compared.
+
+    other [BLOCK_R]  the rows of the same thousand
+    low, high        between them lies how many blocks each has in common with the row
+    """
+    row = tl.program_id(0)
+    first = row // BLOCK_R * BLOCK_R
+    lane = tl.arange(0, BLOCK_R)
+    other = first + lane
+    most = _full_blocks(query_start_ptr, seq_lens_ptr, row, num_rows, KV_BLOCK)
+    limit = tl.minimum(_full_blocks(query_start_ptr, seq_lens_ptr, other, num_rows, KV_BLOCK), most)
+    limit = tl.where(other == row, 0, limit)
+    mine_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    their_ptr = tables_ptr + other.to(tl.int64) * table_stride
+    alike = tl.load(their_ptr, mask=limit > 0, other=-1) == tl.load(mine_ptr, mask=most > 0, other=-2)
+    low = alike.to(tl.int32)
+    high = tl.where(alike, limit, 0)
+    while tl.max(high - low) > 0:  # where entries are equal, those before them are, too
+        middle = (low + high + 1) // 2
+        searching = low < high
+        theirs = tl.load(their_ptr + middle - 1, mask=searching, other=-1)
+        mine = tl.load(mine_ptr + middle - 1, mask=searching, other=-2)
+        low = tl.where(theirs == mine, middle, low)
+        high = tl.where(searching & (theirs != mine), middle - 1, high)
+
+    sharing = tl.sum((low > 0).to(tl.int32))
+    best, blocks, tried = 0, 0, tl.max(low)
+    while tried * sharing > best:
+        worth = tried * tl.sum((low >= tried).to(tl.int32))
+        blocks = tl.where(worth > best, tried, blocks)
+        best = tl.maximum(worth, best)
+        tried = tl.max(tl.where(low < tried, low, 0))
+    leader = tl.minimum(tl.min(tl.where(low >= tl.maximum(blocks, 1), other, row)), row)
+    leader_ptr = tables_ptr + leader.to(tl.int64) * table_stride
+    different = 0
+    for start in range(0, blocks, BLOCK_R):
+        inside = start + lane < blocks
+        mine = tl.load(mine_ptr + start + lane, mask=inside, other=0)
+        different += tl.sum((mine != tl.load(leader_ptr + start + lane, mask=inside, other=0)).to(tl.int32))
+    tiles = blocks * KV_BLOCK // TILE
+    shares = (tiles >= LEAST_TILES) & (different == 0)
+    tl.store(key_ptr + row, tl.where(shares, (leader - first) * SPAN + tiles, -1))
+
+
+@triton.jit
+def _full_blocks(query_start_ptr, seq_lens_ptr, row, num_rows, KV_BLOCK: tl.constexpr):
+    """Blocks before the one of the last token, which a row always reads alone; 0 unless it has one query token."""
+    inside = row < num_rows
+    length = tl.load(seq_lens_ptr + row, mask=inside, other=0)
+    begin = tl.load(query_start_ptr + row, mask=inside, other=0)
+    end = tl.load(query_start_ptr + row + 1, mask=inside, other=0)
+    return tl.where((end - begin == 1) & (length > 0), (length - 1) // KV_BLOCK, 0)
+
+
+@triton.jit
+def pack_groups(groups, num_rows, BLOCK_R: tl.constexpr, CHUNK_ROWS: tl.constexpr):
+    """One program gives the rows that share their places, and returns how many these are."""
+    OTHERS: tl.constexpr = 8
+    done = 0
+    for start in range(0, num_rows, BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        key = tl.load(groups.key + row, mask=row < num_rows, other=-1)
+        shares = key >= 0
+        count = tl.sum(shares.to(tl.int32))
+        if count > 0:
+            smaller = tl.zeros([BLOCK_R], tl.int32)  # rows of smaller keys, of the same, and those of them before
+            alike = tl.zeros([BLOCK_R], tl.int32)
+            rank = tl.zeros([BLOCK_R], tl.int32)
+            for begin in range(start, tl.minimum(start + BLOCK_R, num_rows), OTHERS):
+                other = begin + tl.arange(0, OTHERS)
+                keys = tl.load(groups.key + other, mask=other < num_rows, other=-1)[None, :]
+                same = keys == key[:, None]
+                smaller += tl.sum(((keys >= 0) & (keys < key[:, None])).to(tl.int32), axis=1)
+                alike += tl.sum(same.to(tl.int32), axis=1)
+                rank += tl.sum((same & (other[None, :] < row[:, None])).to(tl.int32), axis=1)
+            place = done + smaller + rank
+            inside = rank % CHUNK_ROWS
+            tiles = key % SPAN
+            tl.store(groups.place + row, place, mask=shares)
+            tl.store(groups.head + row, place - inside, mask=shares)
+            tl.store(groups.member + place, row, mask=shares)
+            tl.store(groups.rows + place, tl.minimum(alike - rank, CHUNK_ROWS), mask=shares)
+            tl.store(groups.tiles + place, tl.where(inside == 0, tiles, 0), mask=shares)
+        done += count
+    tl.debug_barrier()  # what was stored is read by place now
+    return done
+
+
+@triton.jit
+def shared_tiles(groups, row, inside):
+    """Tiles that rows share with others."""
+    key = tl.load(groups.key + row, mask=inside, other=-1)
+    return tl.where(key >= 0, key % SPAN, 0)

@@ -112,6 +112,7 @@ def _find(
         mine = tl.load(mine_ptr + middle - 1, mask=searching, other=-2)
         low = tl.where(theirs == mine, middle, low)
         high = tl.where(searching & (theirs != mine), middle - 1, high)
+    low = tl.where(low * KV_BLOCK // TILE >= LEAST_TILES, low, 0)
 
     sharing = tl.sum((low > 0).to(tl.int32))
     best, blocks, tried = 0, 0, tl.max(low)
@@ -127,9 +128,8 @@ def _find(
         inside = start + lane < blocks
         mine = tl.load(mine_ptr + start + lane, mask=inside, other=0)
         different += tl.sum((mine != tl.load(leader_ptr + start + lane, mask=inside, other=0)).to(tl.int32))
-    tiles = blocks * KV_BLOCK // TILE
-    shares = (tiles >= LEAST_TILES) & (different == 0)
-    tl.store(key_ptr + row, tl.where(shares, (leader - first) * SPAN + tiles, -1))
+    shares = (blocks > 0) & (different == 0)
+    tl.store(key_ptr + row, tl.where(shares, (leader - first) * SPAN + blocks * KV_BLOCK // TILE, -1))
 
 
 @triton.jit

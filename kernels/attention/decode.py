@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wavecore.kernels.attention.groups import shared_tiles
-from wavecore.kernels.attention.ranges import ROW_COST, make_ranges
+from wavecore.kernels.attention.ranges import ROW_COST, Ranges, make_ranges
 from wavecore.kernels.attention.shapes import LEAST_BLOCK_D, MAX_GROUP, chunk_width, decode_shape
 from wavecore.kernels.attention.tile import LOG2E, load_tile, softmax_step
 from wavecore.kernels.batch import Batch
@@ -48,7 +48,7 @@ def decode_attention(
     if key not in batch.shared:
         programs = max(1, num_multiprocessors(q.device) * resident // kv_heads)
         batch.shared[key] = make_ranges(batch, programs, heads, dim, window, tile, block_size, chunk_rows)
-    ranges, groups = batch.shared[key]
+    ranges: Ranges = batch.shared[key]
     block_d = max(LEAST_BLOCK_D, triton.next_power_of_2(dim))
     # beside the end of another kernel, the programs of many rows would not spread evenly over the multiprocessors
     launch = early(q.device, tokens == 1)
@@ -60,7 +60,6 @@ def decode_attention(
         batch.query_start,
         batch.seq_lens,
         ranges,
-        groups,
         out,
         layer,
         num_layers,
@@ -87,7 +86,6 @@ def decode_attention(
     _merge[(max(rows, tokens) if zero_padding else rows, heads)](
         batch.query_start,
         ranges,
-        groups,
         out,
         rows,
         tokens,
@@ -113,7 +111,6 @@ def _decode(
     query_start_ptr,
     seq_lens_ptr,
     ranges,
-    groups,
     out_ptr,
     layer,
     num_layers,
@@ -174,16 +171,16 @@ def _decode(
             chunk_end = tl.load(ranges.chunk_start + chunk + 1)
             at = tl.maximum(at, chunk_begin)
             stop = tl.minimum(chunk_end, range_end)
-            rows = tl.load(groups.rows + chunk)
+            rows = tl.load(ranges.chunk_rows + chunk)
             if stop > at:
                 member = m // GROUP
                 real = member < rows
                 there = real[:, None] & (d < DIM)[None, :]
-                members = tl.load(groups.member + chunk + member, mask=real, other=0)
+                members = tl.load(ranges.member + chunk + member, mask=real, other=0)
                 token = tl.load(query_start_ptr + members, mask=real, other=0).to(tl.int64)
                 heads = kv_head * GROUP + m % GROUP
                 q = tl.load(q_ptr + ((token * HQ + heads) * DIM)[:, None] + d[None, :], mask=there, other=0.0)
-                table_ptr = tables_ptr + tl.load(groups.member + chunk).to(tl.int64) * table_stride
+                table_ptr = tables_ptr + tl.load(ranges.member + chunk).to(tl.int64) * table_stride
                 acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
                 peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 total = tl.zeros([BLOCK_M], tl.float32)
@@ -195,10 +192,10 @@ def _decode(
                         q, k, v, acc, peak, total, key, scale, soft_cap, HAS_CAP, MASKED=False, GUARD=False
                     )
                 acc = acc / total[:, None]
-                programs = tl.num_programs(0)
-                later = 2 * num_rows + programs + program * CHUNK_ROWS
-                first = num_rows + programs + chunk
-                partial = (tl.where(at == chunk_begin, first, later) + member).to(tl.int64) * HQ + heads
+                here_first = chunk + member
+                later = num_rows + program * CHUNK_ROWS + here_first % CHUNK_ROWS
+                partial = num_rows + tl.num_programs(0) + tl.where(at == chunk_begin, here_first, later)
+                partial = partial.to(tl.int64) * HQ + heads
                 tl.store(ranges.partial + (partial * DIM)[:, None] + d[None, :], acc, mask=there)
                 tl.store(ranges.weight_log + partial, peak + tl.log2(total), mask=real)
             at = tl.maximum(range_begin, chunk_end)
@@ -217,10 +214,10 @@ def _decode(
             first_key = 0
             if WINDOW:
                 first_key = tl.maximum(length - WINDOW, 0)
-            skipped = first_key // TILE
+            skipped = 0
             if CHUNK_ROWS:
-                skipped = shared_tiles(groups, row, True)
-            tile_offset = skipped - row_begin
+                skipped = shared_tiles(ranges, row, True)
+            tile_offset = first_key // TILE + skipped - row_begin
             acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_G], tl.float32)
@@ -233,10 +230,7 @@ def _decode(
                     q, k, v, acc, peak, total, visible[None, :], scale, soft_cap, HAS_CAP, True, GUARD=False
                 )
             acc = acc / total[:, None]
-            whole = (at == row_begin) & (stop == row_end)
-            if CHUNK_ROWS:
-                whole = whole & (skipped == 0)
-            if whole:
+            if (at == row_begin) & (stop == row_end) & (skipped == 0):
                 tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=here)
             else:
                 partial = tl.where(at == row_begin, row, num_rows + program).to(tl.int64) * HQ + head
@@ -250,7 +244,6 @@ def _decode(
 def _merge(
     query_start_ptr,
     ranges,
-    groups,
     out_ptr,
     num_rows,
     num_tokens,
@@ -267,6 +260,9 @@ def _merge(
     """A program (index, query head) merges the partial results of row `index`.
 
     Where ZERO_PADDING, it also zeroes token `index`, if that is padding.
+
+    part [BLOCK_P]             of what the row reads alone, by the program that left it, then of what it shares
+    values [BLOCK_P, BLOCK_D]  what a program left, of the weight that its weight_log tells
     """
     follow(EARLY)
     index = tl.program_id(0)
@@ -285,68 +281,36 @@ def _merge(
     end = tl.load(ranges.tile_start + index + 1)
     size = tl.load(ranges.size)
     first = begin // size
-    last = tl.where(end > begin, (end - 1) // size, first - 1)  # a row of length 0 has no range: zero remains
-    skipped = 0
+    alone = tl.where(end > begin, (end - 1) // size - first + 1, 0)  # a row of length 0 has no range: zero remains
+    parts = alone
     if CHUNK_ROWS:
-        skipped = shared_tiles(groups, index, True)
-    if (after - token != 1) | ((first == last) & (skipped == 0)):
+        skipped = shared_tiles(ranges, index, True)
+        place = tl.load(ranges.place + index, mask=skipped > 0, other=0)
+        chunk_end = tl.load(ranges.chunk_start + place + 1, mask=skipped > 0, other=0)
+        chunk_first = (chunk_end - skipped) // size
+        parts += tl.where(skipped > 0, (chunk_end - 1) // size - chunk_first + 1, 0)
+    if (after - token != 1) | (parts == 1):
         return
     acc = tl.zeros([BLOCK_D], tl.float32)
     peak = float("-inf")
     total = 0.0
-    acc, peak, total = _add_parts(
-        ranges, acc, peak, total, first, last, index, num_rows, 1, head, HQ, DIM, BLOCK_D, BLOCK_P
-    )
-    if CHUNK_ROWS:
-        place = tl.load(groups.place + index, mask=skipped > 0, other=0)
-        chunk = tl.load(groups.head + index, mask=skipped > 0, other=0)
-        begin = tl.load(ranges.chunk_start + chunk, mask=skipped > 0, other=0) + ROW_COST
-        first = begin // size
-        last = tl.where(skipped > 0, (begin + skipped - 1) // size, first - 1)
-        own = num_rows + programs + place
-        later = 2 * num_rows + programs + place - chunk
-        acc, peak, total = _add_parts(
-            ranges, acc, peak, total, first, last, own, later, CHUNK_ROWS, head, HQ, DIM, BLOCK_D, BLOCK_P
-        )
-    acc = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + (token.to(tl.int64) * HQ + head) * DIM + d, acc.to(kind), mask=d < DIM)
-
-
-@triton.jit
-def _add_parts(
-    ranges,
-    acc,
-    peak,
-    total,
-    first,
-    last,
-    first_place,
-    place_of_0,
-    step,
-    head,
-    HQ: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """acc, peak and total after the partial results of programs `first` to `last`.
-
-    The first one's lies at `first_place`, that of another program at `place_of_0` + program * step.
-
-    part [BLOCK_P, BLOCK_D]  what programs left, each of the weight that its weight_log tells
-    """
-    d = tl.arange(0, BLOCK_D)
-    for start in range(first, last + 1, BLOCK_P):
-        program = start + tl.arange(0, BLOCK_P)
-        there = program <= last
-        place = tl.where(program == first, first_place, place_of_0 + program * step).to(tl.int64) * HQ + head
-        weight_log = tl.load(ranges.weight_log + place, mask=there, other=float("-inf"))
+    for start in range(0, parts, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)
+        there = part < parts
+        partial = tl.where(part == 0, index, num_rows + first + part)
+        if CHUNK_ROWS:
+            later = num_rows + (chunk_first + part - alone) * CHUNK_ROWS + place % CHUNK_ROWS
+            shared = num_rows + programs + tl.where(part == alone, place, later)
+            partial = tl.where(part < alone, partial, shared)
+        partial = partial.to(tl.int64) * HQ + head
+        weight_log = tl.load(ranges.weight_log + partial, mask=there, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(weight_log))
         weight = tl.exp2(weight_log - new_peak)
         shrink = tl.exp2(peak - new_peak)
         mask = there[:, None] & (d < DIM)[None, :]
-        part = tl.load(ranges.partial + (place * DIM)[:, None] + d[None, :], mask=mask, other=0.0)
-        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+        values = tl.load(ranges.partial + (partial * DIM)[:, None] + d[None, :], mask=mask, other=0.0)
+        acc = acc * shrink + tl.sum(values * weight[:, None], axis=0)
         total = total * shrink + tl.sum(weight)
         peak = new_peak
-    return acc, peak, total
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + (token.to(tl.int64) * HQ + head) * DIM + d, acc.to(kind), mask=d < DIM)

@@ -11,9 +11,6 @@ a step, and nothing of it is known to the host: a captured graph meets every gro
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,50 +24,22 @@ LEAST_TILES = 4
 SPAN = tl.constexpr(1 << 20)  # above the tiles of any row
 
 
-class Groups(NamedTuple):
-    """Device tensors of the step's groups, in a form that kernels take; all int32.
-
-    `find_groups` writes `key`, and `pack_groups` the others, of rows that share.
-
-    Attributes:
-        key: [R], the first row with this beginning, among its thousand, and how many tiles it has; -1 shares nothing.
-        place: [R], of a row among all that share, those of a chunk side by side.
-        head: [R], place of the first row of its chunk.
-        member: [R], the row at a place.
-        rows, tiles: [R], by place: of the chunk that begins there; 0 tiles where none does.
-    """
-
-    key: Tensor
-    place: Tensor
-    head: Tensor
-    member: Tensor
-    rows: Tensor
-    tiles: Tensor
-
-
-def find_groups(batch: Batch, block_size: int, tile: int, shares: bool) -> Groups:
-    """Queue the search for rows that share; only room that nothing touches where not `shares`.
-
-    Args:
-        tile: keys a tile.
-    """
-    rows = len(batch.seq_lens) if shares else 0
-    found = Groups(*(torch.empty(rows, dtype=torch.int32, device=batch.seq_lens.device) for _ in Groups._fields))
-    if shares:
-        _find[(rows,)](
-            batch.block_tables,
-            batch.block_tables.stride(0),
-            batch.query_start,
-            batch.seq_lens,
-            found.key,
-            rows,
-            KV_BLOCK=block_size,
-            TILE=tile,
-            LEAST_TILES=LEAST_TILES,
-            BLOCK_R=ROWS_AT_ONCE,
-            num_warps=4,
-        )
-    return found
+def find_groups(key: Tensor, batch: Batch, block_size: int, tile: int) -> None:
+    """Queue the search for rows that share; see `Ranges.key`, and `tile` in `make_ranges`."""
+    rows = len(key)
+    _find[(rows,)](
+        batch.block_tables,
+        batch.block_tables.stride(0),
+        batch.query_start,
+        batch.seq_lens,
+        key,
+        rows,
+        KV_BLOCK=block_size,
+        TILE=tile,
+        LEAST_TILES=LEAST_TILES,
+        BLOCK_R=ROWS_AT_ONCE,
+        num_warps=4,
+    )
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows"])
@@ -97,9 +66,10 @@ def _find(
     first = row // BLOCK_R * BLOCK_R
     lane = tl.arange(0, BLOCK_R)
     other = first + lane
-    most = _full_blocks(query_start_ptr, seq_lens_ptr, row, num_rows, KV_BLOCK)
-    limit = tl.minimum(_full_blocks(query_start_ptr, seq_lens_ptr, other, num_rows, KV_BLOCK), most)
-    limit = tl.where(other == row, 0, limit)
+    # the block of the last token a row always reads alone
+    most = (decode_length(query_start_ptr, seq_lens_ptr, row, num_rows) - 1) // KV_BLOCK
+    theirs = (decode_length(query_start_ptr, seq_lens_ptr, other, num_rows) - 1) // KV_BLOCK
+    limit = tl.where(other == row, 0, tl.minimum(theirs, most))
     mine_ptr = tables_ptr + row.to(tl.int64) * table_stride
     their_ptr = tables_ptr + other.to(tl.int64) * table_stride
     alike = tl.load(their_ptr, mask=limit > 0, other=-1) == tl.load(mine_ptr, mask=most > 0, other=-2)
@@ -133,23 +103,23 @@ def _find(
 
 
 @triton.jit
-def _full_blocks(query_start_ptr, seq_lens_ptr, row, num_rows, KV_BLOCK: tl.constexpr):
-    """Blocks before the one of the last token, which a row always reads alone; 0 unless it has one query token."""
+def decode_length(query_start_ptr, seq_lens_ptr, row, num_rows):
+    """Tokens of each row; 0 unless it has one query token."""
     inside = row < num_rows
     length = tl.load(seq_lens_ptr + row, mask=inside, other=0)
     begin = tl.load(query_start_ptr + row, mask=inside, other=0)
     end = tl.load(query_start_ptr + row + 1, mask=inside, other=0)
-    return tl.where((end - begin == 1) & (length > 0), (length - 1) // KV_BLOCK, 0)
+    return tl.where(end - begin == 1, length, 0)
 
 
 @triton.jit
-def pack_groups(groups, num_rows, BLOCK_R: tl.constexpr, CHUNK_ROWS: tl.constexpr):
+def pack_groups(ranges, num_rows, BLOCK_R: tl.constexpr, CHUNK_ROWS: tl.constexpr):
     """One program gives the rows that share their places, and returns how many these are."""
     OTHERS: tl.constexpr = 8
     done = 0
     for start in range(0, num_rows, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
-        key = tl.load(groups.key + row, mask=row < num_rows, other=-1)
+        key = tl.load(ranges.key + row, mask=row < num_rows, other=-1)
         shares = key >= 0
         count = tl.sum(shares.to(tl.int32))
         if count > 0:
@@ -158,26 +128,23 @@ def pack_groups(groups, num_rows, BLOCK_R: tl.constexpr, CHUNK_ROWS: tl.constexp
             rank = tl.zeros([BLOCK_R], tl.int32)
             for begin in range(start, tl.minimum(start + BLOCK_R, num_rows), OTHERS):
                 other = begin + tl.arange(0, OTHERS)
-                keys = tl.load(groups.key + other, mask=other < num_rows, other=-1)[None, :]
+                keys = tl.load(ranges.key + other, mask=other < num_rows, other=-1)[None, :]
                 same = keys == key[:, None]
                 smaller += tl.sum(((keys >= 0) & (keys < key[:, None])).to(tl.int32), axis=1)
                 alike += tl.sum(same.to(tl.int32), axis=1)
                 rank += tl.sum((same & (other[None, :] < row[:, None])).to(tl.int32), axis=1)
             place = done + smaller + rank
-            inside = rank % CHUNK_ROWS
-            tiles = key % SPAN
-            tl.store(groups.place + row, place, mask=shares)
-            tl.store(groups.head + row, place - inside, mask=shares)
-            tl.store(groups.member + place, row, mask=shares)
-            tl.store(groups.rows + place, tl.minimum(alike - rank, CHUNK_ROWS), mask=shares)
-            tl.store(groups.tiles + place, tl.where(inside == 0, tiles, 0), mask=shares)
+            rows = tl.where(rank % CHUNK_ROWS == 0, tl.minimum(alike - rank, CHUNK_ROWS), 0)
+            tl.store(ranges.place + row, place, mask=shares)
+            tl.store(ranges.member + place, row, mask=shares)
+            tl.store(ranges.chunk_rows + place, rows, mask=shares)
         done += count
     tl.debug_barrier()  # what was stored is read by place now
     return done
 
 
 @triton.jit
-def shared_tiles(groups, row, inside):
+def shared_tiles(ranges, row, inside):
     """Tiles that rows share with others."""
-    key = tl.load(groups.key + row, mask=inside, other=-1)
+    key = tl.load(ranges.key + row, mask=inside, other=-1)
     return tl.where(key >= 0, key % SPAN, 0)

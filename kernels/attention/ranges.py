@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wavecore.kernels.attention.groups import ROWS_AT_ONCE, Groups, find_groups, pack_groups, shared_tiles
+from wavecore.kernels.attention.groups import ROWS_AT_ONCE, decode_length, find_groups, pack_groups, shared_tiles
 from wavecore.kernels.batch import Batch
 
 ROW_COST = 2
@@ -31,13 +31,18 @@ class Ranges(NamedTuple):
     A row or a chunk that is cut by a border leaves partial results: that of its first range has a place by the row
     itself; the others one by the range, which begins with them. What a row shares is always a partial result.
 
-        partial   R of rows | programs | R of rows in chunks | programs x CHUNK_ROWS
+        partial   R rows | programs | R places of rows that share | programs x CHUNK_ROWS, by place % CHUNK_ROWS
 
     Attributes:
         tile_start: int32 [R + 1], where each row begins in the list; the last entry is the list's length.
         chunk_start: int32 [R + 1], the same of chunks, by the place of their first row.
         first: int32 [programs], the row that holds the first tile of each range, or the place of the chunk.
         size: int32 [1], tiles a range.
+        key: int32 [R], the first row that begins alike, among its thousand, and how many tiles both have; -1 shares
+            nothing.
+        place: int32 [R], of a row among all that share, those of a chunk side by side.
+        member: int32 [R], the row at a place.
+        chunk_rows: int32 [R], how many the chunk has that begins at a place; 0 where none does.
         partial: float32 [2 * R + programs * (1 + CHUNK_ROWS), Hq, D]; [R + programs, Hq, D] where nothing is shared.
         weight_log: float32 [..., Hq] of each, log2 of the sum of exponentials.
     """
@@ -46,20 +51,24 @@ class Ranges(NamedTuple):
     chunk_start: Tensor
     first: Tensor
     size: Tensor
+    key: Tensor
+    place: Tensor
+    member: Tensor
+    chunk_rows: Tensor
     partial: Tensor
     weight_log: Tensor
 
 
 def make_ranges(
     batch: Batch, programs: int, heads: int, dim: int, window: int, tile: int, block_size: int, chunk_rows: int
-) -> tuple[Ranges, Groups]:
+) -> Ranges:
     """Queue the making of the map.
 
     Args:
         programs: ranges to cut the list into.
         heads, dim: query heads and head_dim, for the partial results.
         window: tokens a query sees, 0 for all: tiles wholly before it are not in the list.
-        tile: keys a tile.
+        tile, block_size: keys a tile, and tokens a block.
         chunk_rows: how many rows share one product; with 0 none do.
     """
     device, rows = batch.seq_lens.device, len(batch.seq_lens)
@@ -67,22 +76,26 @@ def make_ranges(
     def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    shares = chunk_rows > 0
-    places = rows + programs + shares * (rows + programs * chunk_rows)
-    groups = find_groups(batch, block_size, tile, shares)
+    sharing = rows if chunk_rows else 0
+    places = rows + programs + sharing + programs * chunk_rows
     made = Ranges(
         tile_start=room(rows + 1),
-        chunk_start=room(shares * rows + 1),
+        chunk_start=room(sharing + 1),
         first=room(programs),
         size=room(1),
+        key=room(sharing),
+        place=room(sharing),
+        member=room(sharing),
+        chunk_rows=room(sharing),
         partial=room(places, heads, dim, dtype=torch.float32),
         weight_log=room(places, heads, dtype=torch.float32),
     )
+    if sharing:
+        find_groups(made.key, batch, block_size, tile)
     _map_ranges[(1,)](
         batch.query_start,
         batch.seq_lens,
         made,
-        groups,
         rows,
         programs,
         WINDOW=window,
@@ -90,9 +103,9 @@ def make_ranges(
         ROW_COST=ROW_COST,
         CHUNK_ROWS=chunk_rows,
         BLOCK_R=ROWS_AT_ONCE,
-        num_warps=8 if shares else 4,
+        num_warps=8 if sharing else 4,
     )
-    return made, groups
+    return made
 
 
 @triton.jit(do_not_specialize=["num_rows", "programs"])
@@ -100,7 +113,6 @@ def _map_ranges(
     query_start_ptr,
     seq_lens_ptr,
     ranges,
-    groups,
     num_rows,
     programs,
     WINDOW: tl.constexpr,
@@ -112,13 +124,13 @@ def _map_ranges(
     """One program makes the map, BLOCK_R rows at a time: first the length of the list, then where each range begins."""
     places = 0
     if CHUNK_ROWS:
-        places = pack_groups(groups, num_rows, BLOCK_R, CHUNK_ROWS)
+        places = pack_groups(ranges, num_rows, BLOCK_R, CHUNK_ROWS)
     total = 0
     for start in range(0, places, BLOCK_R):
-        total += tl.sum(_chunk_tiles(groups, start + tl.arange(0, BLOCK_R), places, ROW_COST))
+        total += tl.sum(_chunk_tiles(ranges, start + tl.arange(0, BLOCK_R), places, ROW_COST))
     for start in range(0, num_rows, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
-        tiles = _tiles(query_start_ptr, seq_lens_ptr, groups, row, num_rows, WINDOW, TILE, ROW_COST, CHUNK_ROWS)
+        tiles = _tiles(query_start_ptr, seq_lens_ptr, ranges, row, num_rows, WINDOW, TILE, ROW_COST, CHUNK_ROWS)
         total += tl.sum(tiles)
     size = tl.maximum((total + programs - 1) // programs, 1)
     tl.store(ranges.tile_start + num_rows, total)
@@ -126,13 +138,13 @@ def _map_ranges(
     done = 0
     for start in range(0, places, BLOCK_R):
         place = start + tl.arange(0, BLOCK_R)
-        tiles = _chunk_tiles(groups, place, places, ROW_COST)
+        tiles = _chunk_tiles(ranges, place, places, ROW_COST)
         done += _lay(ranges.chunk_start, ranges.first, place, tiles, place < places, size, done)
     if CHUNK_ROWS:
         tl.store(ranges.chunk_start + places, done)
     for start in range(0, num_rows, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
-        tiles = _tiles(query_start_ptr, seq_lens_ptr, groups, row, num_rows, WINDOW, TILE, ROW_COST, CHUNK_ROWS)
+        tiles = _tiles(query_start_ptr, seq_lens_ptr, ranges, row, num_rows, WINDOW, TILE, ROW_COST, CHUNK_ROWS)
         done += _lay(ranges.tile_start, ranges.first, row, tiles, row < num_rows, size, done)
 
 
@@ -154,7 +166,7 @@ def _lay(start_ptr, first_ptr, item, tiles, inside, size, done):
 def _tiles(
     query_start_ptr,
     seq_lens_ptr,
-    groups,
+    ranges,
     row,
     num_rows,
     WINDOW: tl.constexpr,
@@ -163,20 +175,19 @@ def _tiles(
     CHUNK_ROWS: tl.constexpr,
 ):
     """Entries of each row in the list, of what it reads alone: none unless it has one query token."""
-    inside = row < num_rows
-    length = tl.load(seq_lens_ptr + row, mask=inside, other=0)
-    begin = tl.load(query_start_ptr + row, mask=inside, other=0)
-    end = tl.load(query_start_ptr + row + 1, mask=inside, other=0)
+    length = decode_length(query_start_ptr, seq_lens_ptr, row, num_rows)
     tiles = (length + TILE - 1) // TILE
     if WINDOW:
         tiles -= tl.maximum(length - WINDOW, 0) // TILE
     if CHUNK_ROWS:
-        tiles -= shared_tiles(groups, row, inside)
-    return tl.where((end - begin == 1) & (length > 0), tiles + COST, 0)
+        tiles -= shared_tiles(ranges, row, row < num_rows)
+    return tl.where(length > 0, tiles + COST, 0)
 
 
 @triton.jit
-def _chunk_tiles(groups, place, places, COST: tl.constexpr):
+def _chunk_tiles(ranges, place, places, COST: tl.constexpr):
     """Entries in the list of the chunk that begins at each place: none where none does."""
-    tiles = tl.load(groups.tiles + place, mask=place < places, other=0)
-    return tl.where(tiles > 0, tiles + COST, 0)
+    inside = place < places
+    rows = tl.load(ranges.chunk_rows + place, mask=inside, other=0)
+    member = tl.load(ranges.member + place, mask=inside, other=0)
+    return tl.where(rows > 0, shared_tiles(ranges, member, inside) + COST, 0)

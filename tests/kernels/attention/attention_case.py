@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from wavecore.kernels.attention import decode, ranges
-from wavecore.kernels.attention.groups import Groups
 from wavecore.kernels.attention.paged import paged_attention
 from wavecore.kernels.attention.ranges import Ranges, make_ranges
 from wavecore.kernels.batch import Batch
@@ -97,11 +96,11 @@ def check_balance(q: Tensor, kv_cache: Tensor, batch: Batch, monkeypatch: pytest
     """
     made: list[Ranges] = []
 
-    def noted(*args: Any) -> tuple[Ranges, Groups]:
-        found, groups = make_ranges(*args)
+    def noted(*args: Any) -> Ranges:
+        found = make_ranges(*args)
         found.weight_log.fill_(torch.nan)
         made.append(found)
-        return found, groups
+        return found
 
     monkeypatch.setattr(decode, "make_ranges", noted)
     check(q, kv_cache, batch)

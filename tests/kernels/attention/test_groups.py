@@ -13,7 +13,7 @@ from tests.kernels.attention.attention_case import check, compare, inputs
 from torch import Tensor
 
 from wavecore.kernels.attention import decode, groups, ranges
-from wavecore.kernels.attention.groups import LEAST_TILES, Groups
+from wavecore.kernels.attention.groups import LEAST_TILES
 from wavecore.kernels.attention.paged import paged_attention
 from wavecore.kernels.attention.ranges import ROW_COST, Ranges
 from wavecore.kernels.batch import Batch
@@ -46,25 +46,25 @@ def case(
     return q, kv_cache, batch
 
 
-def map_of(batch: Batch) -> tuple[Ranges, Groups]:
+def map_of(batch: Batch) -> Ranges:
     [found] = [made for key, made in batch.shared.items() if isinstance(key, tuple) and key[0] == "decode_ranges"]
     return found  # type: ignore[no-any-return]
 
 
 def chunks(batch: Batch) -> list[tuple[list[int], int]]:
     """(rows, tiles that they share) of each chunk, as the device found them."""
-    found, made = map_of(batch)
+    made = map_of(batch)
     places = int((made.key >= 0).sum())
-    heads = [place for place in range(places) if made.tiles[place]]
-    rows = [made.member[place : place + int(made.rows[place])].tolist() for place in heads]
+    heads = [place for place in range(places) if made.chunk_rows[place]]
+    rows = [made.member[place : place + int(made.chunk_rows[place])].tolist() for place in heads]
+    tiles = [int(made.key[members[0]]) % groups.SPAN.value for members in rows]
     assert [*chain(*rows)] == made.member[:places].tolist()
-    starts = found.chunk_start.tolist()
-    for place, members in zip(heads, rows, strict=True):
-        assert starts[place + len(members)] - starts[place] == int(made.tiles[place]) + ROW_COST
-        assert made.head[members].tolist() == [place] * len(members)
+    starts = made.chunk_start.tolist()
+    for place, members, shared in zip(heads, rows, tiles, strict=True):
+        assert starts[place + len(members)] - starts[place] == shared + ROW_COST
         assert made.place[members].tolist() == [*range(place, place + len(members))]
-    assert starts[places] == int(found.tile_start[0])
-    return sorted(zip(rows, made.tiles[heads].tolist(), strict=True))
+    assert starts[places] == int(made.tile_start[0])
+    return sorted(zip(rows, tiles, strict=True))
 
 
 LONG = 40 * SIZE
@@ -96,10 +96,9 @@ def test_who_shares(kind: str, device: str) -> None:
     q, kv_cache, batch = case(lengths, shared, device)
     paged_attention(q, kv_cache, 1, batch, 0.25)
     assert chunks(batch) == want
-    found, _ = map_of(batch)
     own = [-(-n // TILE) - sum(tiles for rows, tiles in want if row in rows) for row, n in enumerate(lengths) if n]
     spent = sum(own) + ROW_COST * len(own) + sum(tiles + ROW_COST for _, tiles in want)
-    assert int(found.tile_start[-1]) == spent  # each tile is read once
+    assert int(map_of(batch).tile_start[-1]) == spent  # each tile is read once
     check(q, kv_cache, replace(batch, shared={}))
 
 

@@ -26,7 +26,7 @@ def test_every_range_begins_where_it_should(rows: int, window: int, device: str)
         query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
     )
     programs = 13
-    made, _ = make_ranges(batch, programs, 2, 16, window, TILE, 16, 0)
+    made = make_ranges(batch, programs, 2, 16, window, TILE, 16, 0)
 
     tiles = -(-lengths // TILE) - (np.maximum(lengths - window, 0) // TILE if window else 0)
     tiles = np.where((queries == 1) & (lengths > 0), tiles + ROW_COST, 0)

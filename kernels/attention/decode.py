@@ -1,6 +1,6 @@
 """Split-KV attention for rows with one query token, balanced over the GPU whatever the mix of lengths.
 
-A program walks over the chunks and rows in its range of the step's tiles (see `ranges`), for one KV head and the whole
+A program walks over the bundles and rows in its range of the step's tiles (see `ranges`), for one KV head and the whole
 group of query heads that share it, packed into the rows of the matrix product. A row inside one range is written at
 once; one cut by a border, or with a beginning that it shares with others, leaves float32 partials, which a second
 kernel merges. So the order of a row's sums, and with it the last bits, depends on the other rows of its step.
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wavecore.kernels.attention.groups import shared_tiles
+from wavecore.kernels.attention.bundles import shared_tiles
 from wavecore.kernels.attention.ranges import ROW_COST, Ranges, make_ranges
-from wavecore.kernels.attention.shapes import LEAST_BLOCK_D, MAX_GROUP, chunk_width, decode_shape
+from wavecore.kernels.attention.shapes import LEAST_BLOCK_D, MAX_GROUP, bundle_width, decode_shape
 from wavecore.kernels.attention.tile import LOG2E, load_tile, softmax_step
 from wavecore.kernels.batch import Batch
 from wavecore.kernels.chain import follow
@@ -41,13 +41,13 @@ def decode_attention(
     group = heads // kv_heads
     assert group <= MAX_GROUP
     tile, warps, stages, resident = decode_shape(dim, q.dtype)
-    width = chunk_width(dim, q.dtype)
+    width = bundle_width(dim, q.dtype)
     # a window hides most of a common beginning, and of each row another part
-    chunk_rows = width // group if rows > 1 and width >= 2 * group and not window else 0
+    bundle_rows = width // group if rows > 1 and width >= 2 * group and not window else 0
     key = ("decode_ranges", window, heads, tile)
     if key not in batch.shared:
         programs = max(1, num_multiprocessors(q.device) * resident // kv_heads)
-        batch.shared[key] = make_ranges(batch, programs, heads, dim, window, tile, block_size, chunk_rows)
+        batch.shared[key] = make_ranges(batch, programs, heads, dim, window, tile, block_size, bundle_rows)
     ranges: Ranges = batch.shared[key]
     block_d = max(LEAST_BLOCK_D, triton.next_power_of_2(dim))
     # beside the end of another kernel, the programs of many rows would not spread evenly over the multiprocessors
@@ -72,12 +72,11 @@ def decode_attention(
         HKV=kv_heads,
         DIM=dim,
         KV_BLOCK=block_size,
-        CHUNK_ROWS=chunk_rows,
+        BUNDLE_ROWS=bundle_rows,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_M=width,
         BLOCK_D=block_d,
         TILE=tile,
-        ROW_COST=ROW_COST,
         num_warps=warps,
         num_stages=stages,
         maxnreg=registers(warps * resident),
@@ -91,12 +90,11 @@ def decode_attention(
         tokens,
         len(ranges.first),
         ZERO_PADDING=zero_padding,
-        CHUNK_ROWS=chunk_rows,
+        BUNDLE_ROWS=bundle_rows,
         HQ=heads,
         DIM=dim,
         BLOCK_D=block_d,
         BLOCK_P=MERGE_BLOCK,
-        ROW_COST=ROW_COST,
         num_warps=1 if dim <= 128 else 2,
         **launch,
     )
@@ -123,22 +121,21 @@ def _decode(
     HKV: tl.constexpr,
     DIM: tl.constexpr,
     KV_BLOCK: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
+    BUNDLE_ROWS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
-    ROW_COST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A program (range of tiles, KV head) attends with one query token of each row that has tiles in its range.
 
     at, tile                   places in the list of all tiles
     g [BLOCK_G]                query heads of the group, GROUP of them real
-    m [BLOCK_M]                of a chunk: query heads of the group of each of its rows
+    m [BLOCK_M]                of a bundle: query heads of the group of each of its rows
     d [BLOCK_D]                place in a head, DIM of them real
     key [TILE]                 positions of a tile of keys; k, v are [TILE, BLOCK_D]
-    q, acc [BLOCK_G, BLOCK_D]  queries, and the sum of values so far, weighted; of a chunk [BLOCK_M, BLOCK_D]
+    q, acc [BLOCK_G, BLOCK_D]  queries, and the sum of values so far, weighted; of a bundle [BLOCK_M, BLOCK_D]
     peak, total [BLOCK_G]      largest score so far, and the sum of weights
     """
     follow(EARLY)
@@ -161,45 +158,45 @@ def _decode(
 
     row = tl.load(ranges.first + program)
     at = range_begin
-    if CHUNK_ROWS:
+    if BUNDLE_ROWS:
         shared_end = tl.load(ranges.tile_start)
         m = tl.arange(0, BLOCK_M)
-        chunk = row
+        bundle = row
         row = tl.where(at < shared_end, 0, row)
         while at < tl.minimum(range_end, shared_end):
-            chunk_begin = tl.load(ranges.chunk_start + chunk) + ROW_COST
-            chunk_end = tl.load(ranges.chunk_start + chunk + 1)
-            at = tl.maximum(at, chunk_begin)
-            stop = tl.minimum(chunk_end, range_end)
-            rows = tl.load(ranges.chunk_rows + chunk)
+            bundle_begin = tl.load(ranges.bundle_start + bundle) + ROW_COST
+            bundle_end = tl.load(ranges.bundle_start + bundle + 1)
+            at = tl.maximum(at, bundle_begin)
+            stop = tl.minimum(bundle_end, range_end)
+            rows = tl.load(ranges.bundle_rows + bundle)
             if stop > at:
                 member = m // GROUP
                 real = member < rows
                 there = real[:, None] & (d < DIM)[None, :]
-                members = tl.load(ranges.member + chunk + member, mask=real, other=0)
+                members = tl.load(ranges.member + bundle + member, mask=real, other=0)
                 token = tl.load(query_start_ptr + members, mask=real, other=0).to(tl.int64)
                 heads = kv_head * GROUP + m % GROUP
                 q = tl.load(q_ptr + ((token * HQ + heads) * DIM)[:, None] + d[None, :], mask=there, other=0.0)
-                table_ptr = tables_ptr + tl.load(ranges.member + chunk).to(tl.int64) * table_stride
+                table_ptr = tables_ptr + tl.load(ranges.member + bundle).to(tl.int64) * table_stride
                 acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
                 peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 total = tl.zeros([BLOCK_M], tl.float32)
                 for tile in range(at, stop):
-                    key = (tile - chunk_begin) * TILE + tl.arange(0, TILE)
+                    key = (tile - bundle_begin) * TILE + tl.arange(0, TILE)
                     k = load_tile(cache_ptr, table_ptr, k_offset, block_stride, key, key, False, KV_BLOCK, DIM, BLOCK_D)
                     v = load_tile(cache_ptr, table_ptr, v_offset, block_stride, key, key, False, KV_BLOCK, DIM, BLOCK_D)
                     acc, peak, total = softmax_step(
                         q, k, v, acc, peak, total, key, scale, soft_cap, HAS_CAP, MASKED=False, GUARD=False
                     )
                 acc = acc / total[:, None]
-                here_first = chunk + member
-                later = num_rows + program * CHUNK_ROWS + here_first % CHUNK_ROWS
-                partial = num_rows + tl.num_programs(0) + tl.where(at == chunk_begin, here_first, later)
+                here_first = bundle + member
+                later = num_rows + program * BUNDLE_ROWS + here_first % BUNDLE_ROWS
+                partial = num_rows + tl.num_programs(0) + tl.where(at == bundle_begin, here_first, later)
                 partial = partial.to(tl.int64) * HQ + heads
                 tl.store(ranges.partial + (partial * DIM)[:, None] + d[None, :], acc, mask=there)
                 tl.store(ranges.weight_log + partial, peak + tl.log2(total), mask=real)
-            at = tl.maximum(range_begin, chunk_end)
-            chunk += rows
+            at = tl.maximum(range_begin, bundle_end)
+            bundle += rows
     while at < range_end:
         row_begin = tl.load(ranges.tile_start + row) + ROW_COST
         row_end = tl.load(ranges.tile_start + row + 1)
@@ -215,7 +212,7 @@ def _decode(
             if WINDOW:
                 first_key = tl.maximum(length - WINDOW, 0)
             skipped = 0
-            if CHUNK_ROWS:
+            if BUNDLE_ROWS:
                 skipped = shared_tiles(ranges, row, True)
             tile_offset = first_key // TILE + skipped - row_begin
             acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -249,12 +246,11 @@ def _merge(
     num_tokens,
     programs,
     ZERO_PADDING: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
+    BUNDLE_ROWS: tl.constexpr,
     HQ: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    ROW_COST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A program (index, query head) merges the partial results of row `index`.
@@ -282,15 +278,17 @@ def _merge(
     size = tl.load(ranges.size)
     first = begin // size
     alone = tl.where(end > begin, (end - 1) // size - first + 1, 0)  # a row of length 0 has no range: zero remains
-    parts = alone
-    if CHUNK_ROWS:
+    skipped = 0
+    if BUNDLE_ROWS:
         skipped = shared_tiles(ranges, index, True)
-        place = tl.load(ranges.place + index, mask=skipped > 0, other=0)
-        chunk_end = tl.load(ranges.chunk_start + place + 1, mask=skipped > 0, other=0)
-        chunk_first = (chunk_end - skipped) // size
-        parts += tl.where(skipped > 0, (chunk_end - 1) // size - chunk_first + 1, 0)
-    if (after - token != 1) | (parts == 1):
+    if (after - token != 1) | ((alone == 1) & (skipped == 0)):
         return
+    parts = alone
+    if BUNDLE_ROWS:
+        place = tl.load(ranges.place + index, mask=skipped > 0, other=0)
+        bundle_end = tl.load(ranges.bundle_start + place + 1, mask=skipped > 0, other=0)
+        bundle_first = (bundle_end - skipped) // size
+        parts += tl.where(skipped > 0, (bundle_end - 1) // size - bundle_first + 1, 0)
     acc = tl.zeros([BLOCK_D], tl.float32)
     peak = float("-inf")
     total = 0.0
@@ -298,8 +296,8 @@ def _merge(
         part = start + tl.arange(0, BLOCK_P)
         there = part < parts
         partial = tl.where(part == 0, index, num_rows + first + part)
-        if CHUNK_ROWS:
-            later = num_rows + (chunk_first + part - alone) * CHUNK_ROWS + place % CHUNK_ROWS
+        if BUNDLE_ROWS:
+            later = num_rows + (bundle_first + part - alone) * BUNDLE_ROWS + place % BUNDLE_ROWS
             shared = num_rows + programs + tl.where(part == alone, place, later)
             partial = tl.where(part < alone, partial, shared)
         partial = partial.to(tl.int64) * HQ + head

@@ -2,11 +2,11 @@
 
 Idea: Juravsky et al., "Hydragen" (2024), and FlashInfer's cascades. Blocks of the prefix cache are shared as they lie,
 so rows have a beginning in common where their block tables begin with the same entries. The device finds that out once
-a step, and nothing of it is known to the host: a captured graph meets every grouping, and none.
+a step, and the host knows nothing of it: a captured graph meets every kind of sharing, and none.
 
-    block tables   [7 8 9|1]  [7 8 9|4 2]  [5|6]  [7 8 9|3]        | where what a row reads alone begins
-    chunks         rows 0, 1, 3 with the tiles of 7 8 9            at most as many rows as one product has
-    places         0 1 2 of these rows                             rows of a chunk lie side by side
+    block tables   r0 [7 8 9|1]   r1 [7 8 9|4 2]   r2 [5 6]   r3 [7 8 9|3]     | what a row reads alone is behind it
+    bundles        r0 r1 r3 with the tiles of 7 8 9: at most as many rows as one product has
+    places         0  1  2  of rows that share, those of a bundle side by side
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from wavecore.kernels.batch import Batch
 
 ROWS_AT_ONCE = 1024
 """A row looks for others among its thousand."""
-LEAST_TILES = 4
+LEAST_TILES = tl.constexpr(4)
 """What is shared must be worth two results more that are merged."""
 SPAN = tl.constexpr(1 << 20)  # above the tiles of any row
 
 
-def find_groups(key: Tensor, batch: Batch, block_size: int, tile: int) -> None:
+def find_bundles(key: Tensor, batch: Batch, block_size: int, tile: int) -> None:
     """Queue the search for rows that share; see `Ranges.key`, and `tile` in `make_ranges`."""
     rows = len(key)
     _find[(rows,)](
@@ -36,7 +36,6 @@ def find_groups(key: Tensor, batch: Batch, block_size: int, tile: int) -> None:
         rows,
         KV_BLOCK=block_size,
         TILE=tile,
-        LEAST_TILES=LEAST_TILES,
         BLOCK_R=ROWS_AT_ONCE,
         num_warps=4,
     )
@@ -52,7 +51,6 @@ def _find(
     num_rows,
     KV_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    LEAST_TILES: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """A program chooses what a row shares: so many blocks that their number times that of other rows is largest.
@@ -113,9 +111,8 @@ def decode_length(query_start_ptr, seq_lens_ptr, row, num_rows):
 
 
 @triton.jit
-def pack_groups(ranges, num_rows, BLOCK_R: tl.constexpr, CHUNK_ROWS: tl.constexpr):
+def pack_bundles(ranges, num_rows, BLOCK_R: tl.constexpr, BUNDLE_ROWS: tl.constexpr):
     """One program gives the rows that share their places, and returns how many these are."""
-    OTHERS: tl.constexpr = 8
     done = 0
     for start in range(0, num_rows, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
@@ -126,18 +123,17 @@ def pack_groups(ranges, num_rows, BLOCK_R: tl.constexpr, CHUNK_ROWS: tl.constexp
             smaller = tl.zeros([BLOCK_R], tl.int32)  # rows of smaller keys, of the same, and those of them before
             alike = tl.zeros([BLOCK_R], tl.int32)
             rank = tl.zeros([BLOCK_R], tl.int32)
-            for begin in range(start, tl.minimum(start + BLOCK_R, num_rows), OTHERS):
-                other = begin + tl.arange(0, OTHERS)
-                keys = tl.load(ranges.key + other, mask=other < num_rows, other=-1)[None, :]
-                same = keys == key[:, None]
-                smaller += tl.sum(((keys >= 0) & (keys < key[:, None])).to(tl.int32), axis=1)
-                alike += tl.sum(same.to(tl.int32), axis=1)
-                rank += tl.sum((same & (other[None, :] < row[:, None])).to(tl.int32), axis=1)
+            for other in range(start, tl.minimum(start + BLOCK_R, num_rows)):
+                theirs = tl.load(ranges.key + other)
+                same = (key == theirs).to(tl.int32)
+                alike += same
+                rank += tl.where(row > other, same, 0)
+                smaller += ((theirs >= 0) & (theirs < key)).to(tl.int32)
             place = done + smaller + rank
-            rows = tl.where(rank % CHUNK_ROWS == 0, tl.minimum(alike - rank, CHUNK_ROWS), 0)
+            rows = tl.where(rank % BUNDLE_ROWS == 0, tl.minimum(alike - rank, BUNDLE_ROWS), 0)
             tl.store(ranges.place + row, place, mask=shares)
             tl.store(ranges.member + place, row, mask=shares)
-            tl.store(ranges.chunk_rows + place, rows, mask=shares)
+            tl.store(ranges.bundle_rows + place, rows, mask=shares)
         done += count
     tl.debug_barrier()  # what was stored is read by place now
     return done

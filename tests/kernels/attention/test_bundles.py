@@ -12,15 +12,15 @@ import torch
 from tests.kernels.attention.attention_case import check, compare, inputs
 from torch import Tensor
 
-from wavecore.kernels.attention import decode, groups, ranges
-from wavecore.kernels.attention.groups import LEAST_TILES
+from wavecore.kernels.attention import bundles, decode, ranges
 from wavecore.kernels.attention.paged import paged_attention
-from wavecore.kernels.attention.ranges import ROW_COST, Ranges
+from wavecore.kernels.attention.ranges import Ranges
 from wavecore.kernels.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("guarded")
 
 SIZE, TILE = 8, 32  # tokens a block, and keys a tile of heads up to 128 in float32
+ROW_COST, LEAST_TILES = ranges.ROW_COST.value, bundles.LEAST_TILES.value
 LEAST = LEAST_TILES * TILE // SIZE
 """Blocks that are worth sharing."""
 Shared = Sequence[tuple[Sequence[int], int]]
@@ -51,15 +51,15 @@ def map_of(batch: Batch) -> Ranges:
     return found  # type: ignore[no-any-return]
 
 
-def chunks(batch: Batch) -> list[tuple[list[int], int]]:
-    """(rows, tiles that they share) of each chunk, as the device found them."""
+def found(batch: Batch) -> list[tuple[list[int], int]]:
+    """(rows, tiles that they share) of each bundle, as the device found them."""
     made = map_of(batch)
     places = int((made.key >= 0).sum())
-    heads = [place for place in range(places) if made.chunk_rows[place]]
-    rows = [made.member[place : place + int(made.chunk_rows[place])].tolist() for place in heads]
-    tiles = [int(made.key[members[0]]) % groups.SPAN.value for members in rows]
+    heads = [place for place in range(places) if made.bundle_rows[place]]
+    rows = [made.member[place : place + int(made.bundle_rows[place])].tolist() for place in heads]
+    tiles = [int(made.key[members[0]]) % bundles.SPAN.value for members in rows]
     assert [*chain(*rows)] == made.member[:places].tolist()
-    starts = made.chunk_start.tolist()
+    starts = made.bundle_start.tolist()
     for place, members, shared in zip(heads, rows, tiles, strict=True):
         assert starts[place + len(members)] - starts[place] == shared + ROW_COST
         assert made.place[members].tolist() == [*range(place, place + len(members))]
@@ -77,7 +77,7 @@ KINDS: dict[str, tuple[list[int], Shared, list[tuple[list[int], int]]]] = {
         [((4, 0, 6), 30), ((1, 5), 20)],
         [([0, 4, 6], 7), ([1, 5], 5)],
     ),
-    "more than one chunk": (
+    "more than one bundle": (
         [200] * 19,
         [(range(19), 17)],
         [([*range(8)], 4), ([*range(8, 16)], 4), ([16, 17, 18], 4)],
@@ -95,7 +95,7 @@ def test_who_shares(kind: str, device: str) -> None:
     lengths, shared, want = KINDS[kind]
     q, kv_cache, batch = case(lengths, shared, device)
     paged_attention(q, kv_cache, 1, batch, 0.25)
-    assert chunks(batch) == want
+    assert found(batch) == want
     own = [-(-n // TILE) - sum(tiles for rows, tiles in want if row in rows) for row, n in enumerate(lengths) if n]
     spent = sum(own) + ROW_COST * len(own) + sum(tiles + ROW_COST for _, tiles in want)
     assert int(map_of(batch).tile_start[-1]) == spent  # each tile is read once
@@ -103,11 +103,11 @@ def test_who_shares(kind: str, device: str) -> None:
 
 
 def test_rows_of_another_thousand_share_apart(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (groups, ranges):
+    for module in (bundles, ranges):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 8)
     q, kv_cache, batch = case([140] * 18, [((0, 5, 7, 8, 9, 16, 17), 16)], device)
     paged_attention(q, kv_cache, 1, batch, 0.25)
-    assert chunks(batch) == [([0, 5, 7], 4), ([8, 9], 4), ([16, 17], 4)]
+    assert found(batch) == [([0, 5, 7], 4), ([8, 9], 4), ([16, 17], 4)]
     check(q, kv_cache, replace(batch, shared={}))
 
 
@@ -116,7 +116,7 @@ def test_alike_behind_a_difference_is_not_shared(device: str) -> None:
     q, kv_cache, batch = case([LONG, LONG, LONG], [((0, 1, 2), 36)], device)
     batch.block_tables[1, 3] = batch.block_tables[1, 37]
     paged_attention(q, kv_cache, 1, batch, 0.25)
-    assert not [rows for rows, _ in chunks(batch) if 1 in rows and len(rows) > 1]
+    assert not [rows for rows, _ in found(batch) if 1 in rows and len(rows) > 1]
     check(q, kv_cache, replace(batch, shared={}))
 
 
@@ -143,7 +143,7 @@ def test_beside_prompts_and_with_windows(device: str) -> None:
     check(q, kv_cache, batch)
     check(q, kv_cache, replace(batch, shared={}), window=30)
     paged_attention(q, kv_cache, 1, batch, 0.25)
-    assert chunks(batch) == [([0, 1, 2], 5)]
+    assert found(batch) == [([0, 1, 2], 5)]
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 48])
@@ -151,12 +151,12 @@ def test_block_sizes(block_size: int, device: str) -> None:
     q, kv_cache, batch = inputs([1] * 3, [280, 260, 300], (16, 1, 2), torch.float32, block_size, device)
     share(batch, [((0, 1, 2), 240 // block_size)])
     paged_attention(q, kv_cache, 1, batch, 0.25)
-    assert chunks(batch) == [([0, 1, 2], 7)]
+    assert found(batch) == [([0, 1, 2], 7)]
     check(q, kv_cache, replace(batch, shared={}))
 
 
-def test_parts_of_a_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranges so small that a chunk is cut into more parts than are merged at once."""
+def test_parts_of_a_bundle(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges so small that a bundle is cut into more parts than are merged at once."""
     monkeypatch.setattr(decode, "num_multiprocessors", lambda _: 24)
     check(*case([1200, 1150, 1180], [((0, 1, 2), 140)], device, spread=4.0))
 

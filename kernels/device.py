@@ -36,6 +36,12 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def registers(warps: int) -> int:
+    """Most registers a thread with which so many warps run on a multiprocessor at once, which has 65,536 (CUDA
+    programming guide, compute capabilities 8.0 to 12.0)."""
+    return min(255, 65536 // (32 * warps) // 8 * 8)
+
+
 @cache
 def early(device: torch.device, wanted: bool = True) -> dict[str, Any]:
     """How to launch a kernel that calls `chain.follow`: before its predecessor ends, from compute capability 9.0 on."""

@@ -56,6 +56,11 @@ DECODES = {
     "8 x 20k": [20000] * 8,
     "128 of 100 to 8k": [8000 if i % 16 == 0 else 100 + 7 * i for i in range(128)],
 }
+SHARED = {  # rows, prefixes, tokens of each, tokens of a row's own
+    "256 rows, 16 x 1.5k + 200": (256, 16, 1536, 200),
+    "512 rows, 16 x 2k + 96": (512, 16, 2048, 96),
+    "4 rows, 1 x 16k + 100": (4, 1, 16384, 100),
+}
 PREFILLS = {
     "1 x 1k": ([1024], [1024]),
     "8 x 1k": ([1024] * 8, [1024] * 8),
@@ -105,10 +110,15 @@ def ceilings() -> None:
     report("matrix product 8192", [partial(torch.matmul, a, b)] * 3, products=2 * 8192.0**3)
 
 
-def attention_calls(model: str, query_lens: list[int], seq_lens: list[int], layers: int) -> list[Call]:
-    """One call a layer; the first builds the task map, as in a model."""
+def attention_calls(
+    model: str, query_lens: list[int], seq_lens: list[int], layers: int, prefixes: int = 0, prefix_len: int = 0
+) -> list[Call]:
+    """One call a layer; the first builds the task map, as in a model. Each `prefixes`-th row begins alike."""
     heads, kv_heads, dim = SHAPES[model]
     batch, num_blocks = make_batch(query_lens, seq_lens, BLOCK_SIZE, "cuda")
+    for first in range(prefixes):
+        alike = batch.block_tables[first::prefixes, : prefix_len // BLOCK_SIZE]
+        alike[1:] = alike[0].clone()
     kv_cache = randn(num_blocks, layers, 2, kv_heads, BLOCK_SIZE, dim)
     q = randn(sum(query_lens), heads, dim)
 
@@ -127,6 +137,18 @@ def decode() -> None:
         layers = max(2, min(32, int(4e9 / size)))
         report(f"decode attention {model} {name}", attention_calls(model, [1] * len(lens), lens, layers), moved=size)
         torch.cuda.empty_cache()
+
+
+def shared_prefixes() -> None:
+    """The floor counts what rows share once; beside it, the same rows that share nothing."""
+    for model, (name, (rows, prefixes, prefix_len, own)) in itertools.product(("0.6B", "8B"), SHARED.items()):
+        _, kv_heads, dim = SHAPES[model]
+        lens = [prefix_len + own] * rows
+        for shares in (prefixes, 0):
+            calls = attention_calls(model, [1] * rows, lens, 8, shares, prefix_len)
+            moved = 4.0 * kv_heads * dim * (sum(lens) - prefix_len * (rows - prefixes) * bool(shares))
+            report(f"decode attention {model} {name}{'' if shares else ', alone'}", calls, moved=moved)
+            torch.cuda.empty_cache()
 
 
 def prefill() -> None:
@@ -229,7 +251,19 @@ def sampling() -> None:
 
 GROUPS = {
     f.__name__: f
-    for f in (ceilings, decode, prefill, products, norms, activations, kv_writes, copies, preparation, sampling)
+    for f in (
+        ceilings,
+        decode,
+        shared_prefixes,
+        prefill,
+        products,
+        norms,
+        activations,
+        kv_writes,
+        copies,
+        preparation,
+        sampling,
+    )
 }
 
 

@@ -6,11 +6,11 @@ token, q query heads of d numbers:
     prefill    max(bytes of the weights / bandwidth, 2 L P_l tokens / matrix rate)
                + 2 L q d (end^2 - start^2) / attention rate, summed over the prompts
     decode     for each step of B rows: max(bytes of the weights / bandwidth, 2 P B / matrix rate)
-               + C (context of each row) / bandwidth
+               + C (tokens of all contexts, each once) / bandwidth
 
 for bfloat16 (P weights are 2 P bytes; C = 4 L k d for k KV heads). Prompts reuse what an earlier one had in common
-with them, then all requests decode at once. What the bound leaves out: the launch of kernels, norms, sampling, the
-embedding, activations that go through memory. What can beat it: keys and values that several rows share, read once.
+with them, then all requests decode at once, and what several prompts begin with is read once a step. What the bound
+leaves out: the launch of kernels, norms, sampling, the embedding, activations that go through memory.
 """
 
 from __future__ import annotations
@@ -102,11 +102,12 @@ def prefill_seconds(costs: Costs, prompts: Sequence[tuple[int, int]], rates: Rat
     return products + costs.pair_flops * pairs / rates.attention
 
 
-def decode_seconds(costs: Costs, requests: Sequence[tuple[int, int]], rates: Rates) -> float:
+def decode_seconds(costs: Costs, requests: Sequence[tuple[int, int]], rates: Rates, saved: int = 0) -> float:
     """The least seconds for the decode steps.
 
     Args:
         requests: (tokens of the prompt, of the output) of each; the first output token comes from the prefill.
+        saved: tokens that steps need not read, as rows share them; see `saved_tokens`.
     """
     ends = Counter(output - 1 for _, output in requests)
     rows, products = len(requests) - ends[0], 0.0
@@ -114,21 +115,39 @@ def decode_seconds(costs: Costs, requests: Sequence[tuple[int, int]], rates: Rat
         products += max(costs.weight_bytes / rates.bandwidth, 2 * costs.weights * rows / rates.matrix)
         rows -= ends[step]
     context = sum((output - 1) * prompt + (output - 1) * output // 2 for prompt, output in requests)
-    return products + costs.kv_bytes * context / rates.bandwidth
+    return products + costs.kv_bytes * (context - saved) / rates.bandwidth
+
+
+def beginnings(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """A number for each beginning of each prompt, of one block, two, and so on; equal beginnings have equal numbers."""
+    known: dict[tuple[int, tuple[int, ...]], int] = {}
+    found = []
+    for prompt in prompts:
+        numbers, last = [], 0
+        for end in range(SHARED, len(prompt) + 1, SHARED):
+            last = known.setdefault((last, tuple(prompt[end - SHARED : end])), len(known) + 1)
+            numbers.append(last)
+        found.append(numbers)
+    return found
 
 
 def shared_tokens(prompts: Sequence[Sequence[int]]) -> list[int]:
     """How many tokens at the start of each prompt an earlier one had too; at least one is always left to compute."""
-    nodes: dict[tuple[int, tuple[int, ...]], int] = {}
+    seen: set[int] = set()
     shared = []
-    for prompt in prompts:
-        node = found = 0
-        for end in range(SHARED, len(prompt) + 1, SHARED):
-            edge = (node, tuple(prompt[end - SHARED : end]))
-            found = end if edge in nodes else found
-            node = nodes.setdefault(edge, len(nodes) + 1)
-        shared.append(min(found, len(prompt) - 1))
+    for prompt, numbers in zip(prompts, beginnings(prompts), strict=True):
+        shared.append(min(SHARED * sum(number in seen for number in numbers), len(prompt) - 1))
+        seen.update(numbers)
     return shared
+
+
+def saved_tokens(prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> int:
+    """How many tokens fewer the decode steps read in all, where a block that several rows share is read once a step."""
+    steps: dict[int, list[int]] = {}
+    for numbers, output in zip(beginnings(prompts), outputs, strict=True):
+        for number in numbers:
+            steps.setdefault(number, []).append(output - 1)
+    return SHARED * sum(sum(rows) - max(rows) for rows in steps.values())
 
 
 def floor_of(spec: ModelSpec, prompts: Sequence[Sequence[int]], outputs: Sequence[int], rates: Rates = H200) -> Floor:
@@ -142,5 +161,5 @@ def floor_of(spec: ModelSpec, prompts: Sequence[Sequence[int]], outputs: Sequenc
     lengths = [len(prompt) for prompt in prompts]
     return Floor(
         prefill_seconds(costs, list(zip(shared_tokens(prompts), lengths, strict=True)), rates),
-        decode_seconds(costs, list(zip(lengths, outputs, strict=True)), rates),
+        decode_seconds(costs, list(zip(lengths, outputs, strict=True)), rates, saved_tokens(prompts, outputs)),
     )

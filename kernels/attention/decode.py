@@ -1,8 +1,9 @@
 """Split-KV attention for rows with one query token, balanced over the GPU whatever the mix of lengths.
 
-A program walks over the rows in its range of the step's tiles (see `ranges`), for one KV head and the whole
+A program walks over the bundles and rows in its range of the step's tiles (see `ranges`), for one KV head and the whole
 group of query heads that share it, packed into the rows of the matrix product. A row inside one range is written at
-once; a row cut by a border leaves float32 partials, at most two a program, which a second kernel merges.
+once; one cut by a border, or with a beginning that it shares with others, leaves float32 partials, which a second
+kernel merges. So the order of a row's sums, and with it the last bits, depends on the other rows of its step.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wavecore.kernels.attention.bundles import shared_tiles
 from wavecore.kernels.attention.ranges import ROW_COST, Ranges, make_ranges
-from wavecore.kernels.attention.shapes import LEAST_BLOCK_D, MAX_GROUP, decode_shape
+from wavecore.kernels.attention.shapes import LEAST_BLOCK_D, MAX_GROUP, bundle_width, decode_shape
 from wavecore.kernels.attention.tile import LOG2E, load_tile, softmax_step
 from wavecore.kernels.batch import Batch
 from wavecore.kernels.chain import follow
-from wavecore.kernels.device import early, num_multiprocessors
+from wavecore.kernels.device import early, num_multiprocessors, registers
 
 MERGE_BLOCK = 16
 
@@ -36,17 +38,21 @@ def decode_attention(
     tokens, heads, dim = q.shape
     _, num_layers, _, kv_heads, block_size, _ = kv_cache.shape
     rows = len(batch.seq_lens)
-    assert heads // kv_heads <= MAX_GROUP
+    group = heads // kv_heads
+    assert group <= MAX_GROUP
     tile, warps, stages, resident = decode_shape(dim, q.dtype)
+    width = bundle_width(dim, q.dtype)
+    # a window hides most of a common beginning, and of each row another part
+    bundle_rows = width // group if rows > 1 and width >= 2 * group and not window else 0
     key = ("decode_ranges", window, heads, tile)
     if key not in batch.shared:
         programs = max(1, num_multiprocessors(q.device) * resident // kv_heads)
-        batch.shared[key] = make_ranges(batch, programs, heads, dim, window, tile)
+        batch.shared[key] = make_ranges(batch, programs, heads, dim, window, tile, block_size, bundle_rows)
     ranges: Ranges = batch.shared[key]
     block_d = max(LEAST_BLOCK_D, triton.next_power_of_2(dim))
     # beside the end of another kernel, the programs of many rows would not spread evenly over the multiprocessors
     launch = early(q.device, tokens == 1)
-    _decode[(len(ranges.first_row), kv_heads)](
+    _decode[(len(ranges.first), kv_heads)](
         q,
         kv_cache,
         batch.block_tables,
@@ -66,12 +72,14 @@ def decode_attention(
         HKV=kv_heads,
         DIM=dim,
         KV_BLOCK=block_size,
-        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
+        BUNDLE_ROWS=bundle_rows,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_M=width,
         BLOCK_D=block_d,
         TILE=tile,
-        ROW_COST=ROW_COST,
         num_warps=warps,
         num_stages=stages,
+        maxnreg=registers(warps * resident),
         **launch,
     )
     _merge[(max(rows, tokens) if zero_padding else rows, heads)](
@@ -80,12 +88,13 @@ def decode_attention(
         out,
         rows,
         tokens,
+        len(ranges.first),
         ZERO_PADDING=zero_padding,
+        BUNDLE_ROWS=bundle_rows,
         HQ=heads,
         DIM=dim,
         BLOCK_D=block_d,
         BLOCK_P=MERGE_BLOCK,
-        ROW_COST=ROW_COST,
         num_warps=1 if dim <= 128 else 2,
         **launch,
     )
@@ -112,19 +121,21 @@ def _decode(
     HKV: tl.constexpr,
     DIM: tl.constexpr,
     KV_BLOCK: tl.constexpr,
+    BUNDLE_ROWS: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
-    ROW_COST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A program (range of tiles, KV head) attends with one query token of each row that has tiles in its range.
 
-    at, tile                   places in the list of all rows' tiles
+    at, tile                   places in the list of all tiles
     g [BLOCK_G]                query heads of the group, GROUP of them real
+    m [BLOCK_M]                of a bundle: query heads of the group of each of its rows
     d [BLOCK_D]                place in a head, DIM of them real
     key [TILE]                 positions of a tile of keys; k, v are [TILE, BLOCK_D]
-    q, acc [BLOCK_G, BLOCK_D]  queries, and the sum of values so far, weighted
+    q, acc [BLOCK_G, BLOCK_D]  queries, and the sum of values so far, weighted; of a bundle [BLOCK_M, BLOCK_D]
     peak, total [BLOCK_G]      largest score so far, and the sum of weights
     """
     follow(EARLY)
@@ -145,8 +156,47 @@ def _decode(
     k_offset = (layer.to(tl.int64) * (2 * HKV) + kv_head) * (KV_BLOCK * DIM)
     v_offset = k_offset + HKV * KV_BLOCK * DIM
 
-    row = tl.load(ranges.first_row + program)
+    row = tl.load(ranges.first + program)
     at = range_begin
+    if BUNDLE_ROWS:
+        shared_end = tl.load(ranges.tile_start)
+        m = tl.arange(0, BLOCK_M)
+        bundle = row
+        row = tl.where(at < shared_end, 0, row)
+        while at < tl.minimum(range_end, shared_end):
+            bundle_begin = tl.load(ranges.bundle_start + bundle) + ROW_COST
+            bundle_end = tl.load(ranges.bundle_start + bundle + 1)
+            at = tl.maximum(at, bundle_begin)
+            stop = tl.minimum(bundle_end, range_end)
+            rows = tl.load(ranges.bundle_rows + bundle)
+            if stop > at:
+                member = m // GROUP
+                real = member < rows
+                there = real[:, None] & (d < DIM)[None, :]
+                members = tl.load(ranges.member + bundle + member, mask=real, other=0)
+                token = tl.load(query_start_ptr + members, mask=real, other=0).to(tl.int64)
+                heads = kv_head * GROUP + m % GROUP
+                q = tl.load(q_ptr + ((token * HQ + heads) * DIM)[:, None] + d[None, :], mask=there, other=0.0)
+                table_ptr = tables_ptr + tl.load(ranges.member + bundle).to(tl.int64) * table_stride
+                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_M], tl.float32)
+                for tile in range(at, stop):
+                    key = (tile - bundle_begin) * TILE + tl.arange(0, TILE)
+                    k = load_tile(cache_ptr, table_ptr, k_offset, block_stride, key, key, False, KV_BLOCK, DIM, BLOCK_D)
+                    v = load_tile(cache_ptr, table_ptr, v_offset, block_stride, key, key, False, KV_BLOCK, DIM, BLOCK_D)
+                    acc, peak, total = softmax_step(
+                        q, k, v, acc, peak, total, key, scale, soft_cap, HAS_CAP, MASKED=False, GUARD=False
+                    )
+                acc = acc / total[:, None]
+                here_first = bundle + member
+                later = num_rows + program * BUNDLE_ROWS + here_first % BUNDLE_ROWS
+                partial = num_rows + tl.num_programs(0) + tl.where(at == bundle_begin, here_first, later)
+                partial = partial.to(tl.int64) * HQ + heads
+                tl.store(ranges.partial + (partial * DIM)[:, None] + d[None, :], acc, mask=there)
+                tl.store(ranges.weight_log + partial, peak + tl.log2(total), mask=real)
+            at = tl.maximum(range_begin, bundle_end)
+            bundle += rows
     while at < range_end:
         row_begin = tl.load(ranges.tile_start + row) + ROW_COST
         row_end = tl.load(ranges.tile_start + row + 1)
@@ -161,7 +211,10 @@ def _decode(
             first_key = 0
             if WINDOW:
                 first_key = tl.maximum(length - WINDOW, 0)
-            tile_offset = first_key // TILE - row_begin
+            skipped = 0
+            if BUNDLE_ROWS:
+                skipped = shared_tiles(ranges, row, True)
+            tile_offset = first_key // TILE + skipped - row_begin
             acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_G], tl.float32)
@@ -174,38 +227,38 @@ def _decode(
                     q, k, v, acc, peak, total, visible[None, :], scale, soft_cap, HAS_CAP, True, GUARD=False
                 )
             acc = acc / total[:, None]
-            if (at == row_begin) & (stop == row_end):
+            if (at == row_begin) & (stop == row_end) & (skipped == 0):
                 tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=here)
             else:
-                piece = 2 * program + (at > range_begin).to(tl.int32)
-                partial = piece.to(tl.int64) * HQ + head
+                partial = tl.where(at == row_begin, row, num_rows + program).to(tl.int64) * HQ + head
                 tl.store(ranges.partial + (partial * DIM)[:, None] + d[None, :], acc, mask=here)
                 tl.store(ranges.weight_log + partial, peak + tl.log2(total), mask=g < GROUP)
         at = tl.maximum(range_begin, row_end)
         row += 1
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "programs"])
 def _merge(
     query_start_ptr,
     ranges,
     out_ptr,
     num_rows,
     num_tokens,
+    programs,
     ZERO_PADDING: tl.constexpr,
+    BUNDLE_ROWS: tl.constexpr,
     HQ: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    ROW_COST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A program (index, query head) merges the partial results of row `index`.
 
     Where ZERO_PADDING, it also zeroes token `index`, if that is padding.
 
-    program [BLOCK_P]        those of `_decode` that hold a part of the row
-    part [BLOCK_P, BLOCK_D]  what they left, each of the weight that its weight_log tells
+    part [BLOCK_P]             of what the row reads alone, by the program that left it, then of what it shares
+    values [BLOCK_P, BLOCK_D]  what a program left, of the weight that its weight_log tells
     """
     follow(EARLY)
     index = tl.program_id(0)
@@ -224,24 +277,37 @@ def _merge(
     end = tl.load(ranges.tile_start + index + 1)
     size = tl.load(ranges.size)
     first = begin // size
-    last = tl.where(end > begin, (end - 1) // size, first - 1)  # a row of length 0 has no range: zero remains
-    if (after - token != 1) | (first == last):
+    alone = tl.where(end > begin, (end - 1) // size - first + 1, 0)  # a row of length 0 has no range: zero remains
+    skipped = 0
+    if BUNDLE_ROWS:
+        skipped = shared_tiles(ranges, index, True)
+    if (after - token != 1) | ((alone == 1) & (skipped == 0)):
         return
+    parts = alone
+    if BUNDLE_ROWS:
+        place = tl.load(ranges.place + index, mask=skipped > 0, other=0)
+        bundle_end = tl.load(ranges.bundle_start + place + 1, mask=skipped > 0, other=0)
+        bundle_first = (bundle_end - skipped) // size
+        parts += tl.where(skipped > 0, (bundle_end - 1) // size - bundle_first + 1, 0)
     acc = tl.zeros([BLOCK_D], tl.float32)
     peak = float("-inf")
     total = 0.0
-    for start in range(first, last + 1, BLOCK_P):
-        program = start + tl.arange(0, BLOCK_P)
-        there = program <= last
-        piece = 2 * program + (begin > program * size).to(tl.int32)  # only the first range can begin with another row
-        place = piece.to(tl.int64) * HQ + head
-        weight_log = tl.load(ranges.weight_log + place, mask=there, other=float("-inf"))
+    for start in range(0, parts, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)
+        there = part < parts
+        partial = tl.where(part == 0, index, num_rows + first + part)
+        if BUNDLE_ROWS:
+            later = num_rows + (bundle_first + part - alone) * BUNDLE_ROWS + place % BUNDLE_ROWS
+            shared = num_rows + programs + tl.where(part == alone, place, later)
+            partial = tl.where(part < alone, partial, shared)
+        partial = partial.to(tl.int64) * HQ + head
+        weight_log = tl.load(ranges.weight_log + partial, mask=there, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(weight_log))
         weight = tl.exp2(weight_log - new_peak)
         shrink = tl.exp2(peak - new_peak)
         mask = there[:, None] & (d < DIM)[None, :]
-        part = tl.load(ranges.partial + (place * DIM)[:, None] + d[None, :], mask=mask, other=0.0)
-        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+        values = tl.load(ranges.partial + (partial * DIM)[:, None] + d[None, :], mask=mask, other=0.0)
+        acc = acc * shrink + tl.sum(values * weight[:, None], axis=0)
         total = total * shrink + tl.sum(weight)
         peak = new_peak
     acc = acc / tl.where(total == 0.0, 1.0, total)

@@ -57,3 +57,10 @@ def decode_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     if dim <= 64:
         return 64, 4, 5, 4
     return (32, 4, 6, 3) if dim <= 128 else (32, 4, 5, 2)
+
+
+def bundle_width(dim: int, dtype: torch.dtype) -> int:
+    """Rows of the product of a tile with the query heads of all rows that share it, which leaves as many programs."""
+    if dtype == torch.float32:
+        return 16
+    return 64 if 64 < dim <= 128 else 32

@@ -93,6 +93,24 @@ def test_many_rows_of_mixed_lengths() -> None:
     check(*inputs([1] * 1024, lengths, (64, 1, 4), torch.bfloat16, BLOCK_SIZE, "cuda"))
 
 
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 16])
+@pytest.mark.parametrize("dim", DIMS)
+def test_rows_that_begin_alike(dim: int, group: int) -> None:
+    """A hundred rows in a tree of three levels, some alone and some without a token behind what they share."""
+    shape, size = (dim, 2, group), 16
+    for dtype in in_turn(dim, group, DTYPES)[:2]:
+        lengths = torch.randint(1, 1500, (100,)).tolist()
+        q, kv_cache, batch = inputs([1] * 100, lengths, shape, dtype, size, "cuda", spread=2.0)
+        tables = batch.block_tables
+        full = torch.arange(tables.shape[1], device="cuda") < batch.seq_lens[:, None] // size
+        for rows in (slice(0, 90), slice(20, 70), slice(50, 60)):
+            longest = tables[rows][batch.seq_lens[rows].argmax()].clone()
+            tables[rows] = torch.where(full[rows], longest, tables[rows])
+        order = torch.randperm(100, device="cuda")
+        tables[:100], batch.seq_lens[:100] = tables[order], batch.seq_lens[order]
+        check(q, kv_cache, batch)
+
+
 def test_a_long_row_is_split_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds most of all keys; the others are short."""
     lengths = torch.randint(1, 40, (32,)).tolist()
@@ -142,7 +160,8 @@ def test_blocks_beyond_two_to_the_31_elements() -> None:
 
 
 def test_one_graph_serves_every_mix_of_rows() -> None:
-    """Captured for a bucket, replayed with other lengths, tables and numbers of rows: the device decides all."""
+    """Captured for a bucket, replayed with other lengths, tables and numbers of rows, alone and with beginnings in
+    common: the device decides all, and each time alike."""
     rows, width, kv_heads, group, dim = 16, 40, 2, 4, 128
     live, _ = make_batch([1] * rows, [width * BLOCK_SIZE] * rows, BLOCK_SIZE, "cuda")
     q = torch.randn(rows, kv_heads * group, dim, device="cuda").bfloat16()
@@ -151,14 +170,26 @@ def test_one_graph_serves_every_mix_of_rows() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = ops.paged_attention(q, kv_cache, 0, live, dim**-0.5)
-    for lengths in (torch.randint(1, width * BLOCK_SIZE, (16,)).tolist(), [77], [width * BLOCK_SIZE, 1, 1, 0, 7], []):
+    mixed = torch.randint(10 * BLOCK_SIZE, width * BLOCK_SIZE, (16,)).tolist()
+    for lengths, alike in (
+        (mixed, 0),
+        (mixed, 10),
+        ([77], 0),
+        ([width * BLOCK_SIZE, 1, 1, 0, 7], 0),
+        (mixed, 4),
+        ([], 0),
+    ):
         step, _ = make_batch([1] * len(lengths) or [0], lengths or [0], BLOCK_SIZE, "cuda", rows - max(len(lengths), 1))
+        if alike:
+            step.block_tables[2:12, :alike] = step.block_tables[2, :alike].clone()
         live.seq_lens.copy_(step.seq_lens)
         live.query_start.copy_(step.query_start)
         live.block_tables.zero_()
         live.block_tables[:, : step.block_tables.shape[1]] = step.block_tables
+        graph.replay()
+        first = out.clone()
         out.fill_(float("nan"))
         graph.replay()
-        assert not out[len(lengths) :].any()
+        assert torch.equal(out, first) and not out[len(lengths) :].any()
         if lengths:
             compare(out[: len(lengths)], q[: len(lengths)], kv_cache, step, layer=0)

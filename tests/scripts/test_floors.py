@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floors import H200, Costs, Floor, Rates, decode_seconds, floor_of, prefill_seconds, shared_tokens
+from floors import H200, Costs, Floor, Rates, decode_seconds, floor_of, prefill_seconds, saved_tokens, shared_tokens
 from make_checkpoint import CONFIGS
 
 from wavecore.engine_core.models.families import from_config
@@ -79,12 +79,21 @@ def test_shared_tokens_are_whole_blocks_of_an_earlier_prompt() -> None:
     assert shared_tokens([head, [*head, 1], head, head[:32], [7, *head], head[:8]]) == [0, 32, 32, 31, 0, 0]
 
 
+def test_what_rows_share_is_read_once_a_step() -> None:
+    """Of two rows with two blocks alike the longer one reads them in its 4 steps; a third has the first one alone."""
+    head = list(range(32))
+    prompts = [[*head, 1], [*head, 2], [*head[:16], *head], [5, *head]]
+    assert saved_tokens(prompts[:2], [3, 5]) == 32 * 2
+    assert saved_tokens(prompts[:3], [3, 5, 9]) == 32 * 2 + 16 * 4
+    assert saved_tokens(prompts[3:] + prompts[:1], [3, 5]) == saved_tokens(prompts, [1] * 4) == 0
+
+
 def test_the_floor_of_a_batch() -> None:
     head = list(range(32))
-    floor = floor_of(spec(SMALL), [head, [*head, 1]], [1, 2], RATES)
+    floor = floor_of(spec(SMALL), [head, [*head, 1]], [3, 2], RATES)
     costs = Costs.of(spec(SMALL))
     assert floor == Floor(
-        prefill_seconds(costs, [(0, 32), (32, 33)], RATES), decode_seconds(costs, [(32, 1), (33, 2)], RATES)
+        prefill_seconds(costs, [(0, 32), (32, 33)], RATES), decode_seconds(costs, [(32, 3), (33, 2)], RATES, saved=32)
     )
     assert floor.total == floor.prefill + floor.decode
 

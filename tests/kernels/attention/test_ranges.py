@@ -26,14 +26,14 @@ def test_every_range_begins_where_it_should(rows: int, window: int, device: str)
         query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
     )
     programs = 13
-    made = make_ranges(batch, programs, 2, 16, window, TILE)
+    made = make_ranges(batch, programs, 2, 16, window, TILE, 16, 0)
 
     tiles = -(-lengths // TILE) - (np.maximum(lengths - window, 0) // TILE if window else 0)
-    tiles = np.where((queries == 1) & (lengths > 0), tiles + ROW_COST, 0)
+    tiles = np.where((queries == 1) & (lengths > 0), tiles + ROW_COST.value, 0)
     start = np.concatenate(([0], tiles.cumsum()))
     size = max(-(-int(start[-1]) // programs), 1)
     assert made.tile_start.tolist() == start.tolist()
     assert made.size.tolist() == [size]
     begins = range(0, int(start[-1]), size)
     want = [int(np.searchsorted(start, at, side="right")) - 1 for at in begins]
-    assert made.first_row.tolist()[: len(want)] == want
+    assert made.first.tolist()[: len(want)] == want

@@ -355,11 +355,11 @@ class ModelRunner:
         return torch.cuda.nvtx.range(name) if self.marks else nullcontext()
 
     def check_weights(self, folder: str) -> None:
-        with open_folder(Path(folder), self.shard.whole, self.device):
+        with open_folder(Path(folder), self.shard.whole):
             pass
 
     def update_weights(self, folder: str) -> None:
-        with open_folder(Path(folder), self.shard.whole, self.device) as tensors:
+        with open_folder(Path(folder), self.shard.whole) as tensors:
             refill(tensors, self.shard, self.model.parameters, lambda _phase, _fraction: None)
         self.model.group.least(0)  # on all ranks of this engine
 

@@ -126,7 +126,7 @@ def _load_weights(
 ) -> Parameters:
     """Names and shapes are checked first: a config that lies about sizes says so, and allocates nothing."""
     spec, path = source.spec, source.path
-    opened = open_folder(path, spec, device) if source.gguf is None else nullcontext(open_gguf(source.gguf, spec))
+    opened = open_folder(path, spec) if source.gguf is None else nullcontext(open_gguf(source.gguf, spec))
     half = would_fit(["dtype bfloat16"] if dtype == torch.float32 else [])
     with opened as tensors:
         check_weights(source, shard.spec, dtype, device)

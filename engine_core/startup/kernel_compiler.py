@@ -29,6 +29,8 @@ from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.models.files import open_model
 from wavecore.engine_core.models.shard import Shard
 from wavecore.engine_core.models.weights import fill
+from wavecore.engine_core.plan import StepPlan
+from wavecore.engine_core.startup.compilation import FIRST_DONE
 from wavecore.engine_core.startup.loader import DTYPES, find_device, make_runner, resolve
 from wavecore.engine_core.startup.warm_up import warm_up
 from wavecore.kernels import device, ops
@@ -125,6 +127,13 @@ def compile_kernels(runner: ModelRunner, config: EngineConfig, forks: Forks) -> 
         operation.replace(operation.kernel)
     knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = forks.before, forks.after
     warm_up(runner, replace(config, dp_lockstep=False))
+    forks.wait()
+    sys.stdout.write(FIRST_DONE)
+    sys.stdout.flush()
+    os.nice(10)  # the engine serves
+    for step in runner.unmet:
+        if isinstance(step, StepPlan):  # sizes launch what others have launched
+            runner.start(step)
     forks.wait()
 
 

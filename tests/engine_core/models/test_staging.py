@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from wavecore.engine_core.models.weights import Staging
 class Copied:
     """An event whose copy is done once it is waited for."""
 
-    records: Counter[int] = Counter()
+    records: ClassVar[Counter[int]] = Counter()
 
     def record(self) -> None:
         Copied.records[id(self)] += 1

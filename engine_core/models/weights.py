@@ -148,7 +148,7 @@ class Staging:
             target: of any dtype. A row of it fits into a piece.
         """
         rows = PIECE // max(target[:1].nbytes, 1)
-        for part, values in zip(target.split(rows), source.split(rows), strict=True):
+        for part, values in zip(torch.split(target, rows), torch.split(source, rows), strict=True):
             piece, copied = self._ring[0]
             self._ring.rotate()
             copied.synchronize()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def main(folder: str) -> None:
     before = compiled()
     while runner.unmet:
         runner.meet()
-    later = sorted(set(compiled()) - set(before))
+    later = list((Counter(compiled()) - Counter(before)).elements())
     processes = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
     json.dump({"aside": aside, "own": own, "later": later, "processes": processes}, sys.stdout)
 

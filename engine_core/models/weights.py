@@ -27,6 +27,8 @@ from wavecore.transport.errors import ModelError, WavecoreError
 
 Parameters = dict[str, torch.Tensor]
 Index = tuple[slice, ...]
+Read = Callable[[Index], torch.Tensor]
+Copy = Callable[[torch.Tensor, torch.Tensor], object]  # to the first from the second
 
 TENSOR_NAMES = json.loads(Path(__file__).with_name("tensor_names.json").read_text("utf-8"))
 FLOATS = ("F32", "F16", "BF16")
@@ -49,7 +51,7 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     file: Path
-    read: Callable[[Index], torch.Tensor]
+    read: Read
 
 
 Placed = list[tuple[Stored, Part]]
@@ -167,17 +169,11 @@ def draw(shard: Shard, dtype: torch.dtype, device: torch.device) -> Parameters:
         if shard.size * shard.expert_ranks > 1:
             parameters[name] = torch.empty(shard.spec.shapes()[name], dtype=dtype, device=device)
             for cut in shard.cuts(name):
-                _copy(cut, Part(name, 0, shape), whole.__getitem__, parameters[name], torch.Tensor.copy_)
+                _copy(cut, Part(name, 0, shape), whole.__getitem__, parameters[name])
     return parameters
 
 
-def _copy(
-    cut: Cut,
-    part: Part,
-    read: Callable[[Index], torch.Tensor],
-    parameter: torch.Tensor,
-    copy: Callable[[torch.Tensor, torch.Tensor], object],
-) -> None:
+def _copy(cut: Cut, part: Part, read: Read, parameter: torch.Tensor, copy: Copy = torch.Tensor.copy_) -> None:
     """Copy what a cut takes of a part."""
     begin, end = max(cut.begin, part.row), min(cut.end, part.row + part.shape[0])
     if begin < end:

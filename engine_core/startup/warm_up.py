@@ -18,15 +18,7 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.execution.step_shape import MAX_BUCKET, Bucket, Buckets
-from wavecore.engine_core.plan import (
-    LOGPROB_CHUNK,
-    NewRequest,
-    RunnerInfo,
-    StepPlan,
-    int_table,
-    report_values,
-    room_for_many,
-)
+from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, StepPlan, int_table, report_values, room_for_many
 
 LONGEST = 4096  # position of decode rows: none needs more memory, the last ones of a long context only take longer
 REPORTED = 2 * LOGPROB_CHUNK  # positions of a prompt with log-probabilities: more only take longer
@@ -77,7 +69,7 @@ def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
     everything = _everything(runner)
     first = (
         _largest(sizes, everything, runner.info.hidden_size),  # as they need most memory
-        _many_alternatives(sizes, everything, runner.info),
+        _many_alternatives(sizes, everything, runner),
         _orders_of_size(sizes),
     )
     for plan in chain(*first):
@@ -123,9 +115,9 @@ def _rare_kernels(sizes: Sizes, everything: SamplingParams, max_blocks: int) -> 
     yield replace(_beginning([(0, 1)], everything), table=int_table([(0, i, 0) for i in range(max_blocks)], 3))
 
 
-def _many_alternatives(sizes: Sizes, everything: SamplingParams, info: RunnerInfo) -> Iterator[StepPlan]:
+def _many_alternatives(sizes: Sizes, everything: SamplingParams, runner: ModelRunner) -> Iterator[StepPlan]:
     """Where that is allowed, reports of as many positions as fit into a step; sorting them takes memory."""
-    room, vocab = room_for_many(info), info.vocab_size
+    room, vocab = room_for_many(runner.info), runner.info.vocab_size
     for doubling in range(1, 1 + (vocab // MAX_LOGPROBS).bit_length()) if room else ():
         count = min(MAX_LOGPROBS << doubling, vocab)
         fit = room // report_values(count)

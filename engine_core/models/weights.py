@@ -7,6 +7,7 @@ several ranks each reads what it holds (`Shard`).
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,11 +29,12 @@ from wavecore.transport.errors import ModelError, WavecoreError
 Parameters = dict[str, torch.Tensor]
 Index = tuple[slice, ...]
 Read = Callable[[Index], torch.Tensor]
-Copy = Callable[[torch.Tensor, torch.Tensor], object]  # to the first from the second
+Copy = Callable[[torch.Tensor, torch.Tensor], object]  # to the first from the second, of its shape
 
 TENSOR_NAMES = json.loads(Path(__file__).with_name("tensor_names.json").read_text("utf-8"))
 FLOATS = ("F32", "F16", "BF16")
-PIECE, PIECES = 16 << 20, 4  # bytes, and how many; pinned while weights load
+PIECE, PIECES = 16 << 20, 4  # bytes, and how many
+MOST_THREADS = 16  # that fill a piece, whatever OMP_NUM_THREADS says
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,7 @@ def _tensors(path: Path, file: Any, spec: ModelSpec) -> Iterator[Stored]:
 
 
 def _read(file: Any, name: str, index: Index) -> torch.Tensor:
-    tensor: torch.Tensor = file.get_tensor(name)
-    return tensor[index]
+    return file.get_tensor(name)[index]  # type: ignore[no-any-return]
 
 
 def placed(stored: Iterable[Stored], places: Mapping[str, Part], spec: ModelSpec, source: Path) -> Placed:
@@ -128,16 +129,21 @@ def fill(tensors: Placed, shard: Shard, dtype: torch.dtype, device: torch.device
 
 def refill(tensors: Placed, shard: Shard, parameters: Parameters, progress: Progress) -> None:
     """Copy tensor by tensor into the parameters of a rank."""
-    copy = Staging().copy if parameters["embed"].is_cuda else torch.Tensor.copy_
+    copy: Copy = torch.Tensor.copy_
+    threads = torch.get_num_threads()
+    if parameters["embed"].is_cuda:
+        copy = Staging().copy
+        torch.set_num_threads(min(MOST_THREADS, len(os.sched_getaffinity(0))))
     for done, (tensor, part) in enumerate(tensors, 1):
         for cut in shard.cuts(part.param):
             _copy(cut, part, tensor.read, parameters[part.param], copy)
         progress("load", done / len(tensors))
+    torch.set_num_threads(threads)
 
 
 class Staging:
-    """The way of tensors to a GPU: a ring of pinned pieces. All of torch's threads fill one while the bus empties the
-    others; pageable memory is copied by the driver, with one thread."""
+    """The way of tensors to a GPU: a ring of pinned pieces. torch's threads fill one while the bus empties the others;
+    pageable memory is copied by the driver, with one thread."""
 
     def __init__(self) -> None:
         memory = torch.empty(PIECES, PIECE, dtype=torch.uint8, pin_memory=True)

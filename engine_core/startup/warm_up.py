@@ -67,12 +67,8 @@ def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
     """
     sizes = Sizes(config.max_num_batched_tokens, config.max_num_seqs, runner.info.max_model_len)
     everything = _everything(runner)
-    first = (
-        _largest(sizes, everything, runner.info.hidden_size),  # as they need most memory
-        _many_alternatives(sizes, everything, runner),
-        _orders_of_size(sizes),
-    )
-    for plan in chain(*first):
+    largest = _largest(sizes, everything, runner.info.hidden_size)  # first, as they need most memory
+    for plan in chain(largest, _many_alternatives(sizes, everything, runner), _orders_of_size(sizes)):
         runner.start(plan).wait()
     runner.unmet.extend(every_size(sizes.tokens, runner.buckets or Buckets(sizes.tokens, sizes.rows)))
     runner.unmet.extend(_rare_kernels(sizes, everything, runner.state.block_table.shape[1]))

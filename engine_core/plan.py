@@ -94,8 +94,8 @@ class StepPlan:
         copies: int32 [n, 2] of (source block, destination block) on the device.
         table: int32 [n, 3] of (slot, index, block id): what changes in the block table.
         after: copies and rows run behind the transfers of all plans up to this earlier step id; -1 behind none.
-        captures: no rows; a part of steps without a CUDA graph gets one, or a size of steps that did not run yet runs
-            as padding. No other step is in flight.
+        captures: no rows; a part of steps without a CUDA graph gets one, or a size or kind of step that did not run
+            yet runs. No other step is in flight.
         num_tokens: of all rows.
         is_dummy: all rows have slot -1: the step runs in the kernels of any other of its size, and changes nothing.
     """

@@ -61,7 +61,7 @@ class ModelRunner:
     Attributes:
         hidden: [max_num_seqs, hidden]; `forward` writes the normalised hidden state of each row's last token.
         buckets: of steps; None pads nothing.
-        unmet: sizes that have not run, and will in idle turns.
+        unmet: sizes and rare steps that have not run, and will in idle turns.
         marks: whether profilers see the parts of a step, as NVTX ranges.
     """
 
@@ -86,7 +86,7 @@ class ModelRunner:
         self.hidden = zeros(max_num_seqs, info.hidden_size, dtype=model.embedding.dtype, device=self.device)
         self.graphs = StepGraphs(self.device)
         self.buckets = None if self.device.type == "cpu" else Buckets(max_num_batched_tokens, max_num_seqs, sizes)
-        self.unmet: deque[Bucket] = deque()
+        self.unmet: deque[Bucket | StepPlan] = deque()
         self.marks = False
         self.kv_cache = self.host_kv_cache = torch.empty(0)
         self.profiler = Profiler(self.device, None)
@@ -281,8 +281,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def meet(self) -> None:
-        """Run padding of the first size that has not run, which loads its kernels, and wait for it."""
+        """Run the first step that has not run, which loads its kernels, and wait for it: padding where it is a size. No
+        request runs: a plan may have all slots, and the null block for what it writes."""
         bucket = self.unmet.popleft()
+        if isinstance(bucket, StepPlan):
+            self.state.block_table.zero_()
+            self.start(bucket).wait()
+            return
         self._pad()
         self.forward(bucket)
         self.sample(bucket.rows, False, False)
@@ -355,11 +360,11 @@ class ModelRunner:
         return torch.cuda.nvtx.range(name) if self.marks else nullcontext()
 
     def check_weights(self, folder: str) -> None:
-        with open_folder(Path(folder), self.shard.whole, self.device):
+        with open_folder(Path(folder), self.shard.whole):
             pass
 
     def update_weights(self, folder: str) -> None:
-        with open_folder(Path(folder), self.shard.whole, self.device) as tensors:
+        with open_folder(Path(folder), self.shard.whole) as tensors:
             refill(tensors, self.shard, self.model.parameters, lambda _phase, _fraction: None)
         self.model.group.least(0)  # on all ranks of this engine
 

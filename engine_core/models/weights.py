@@ -7,6 +7,8 @@ several ranks each reads what it holds (`Shard`).
 from __future__ import annotations
 
 import json
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,9 +28,13 @@ from wavecore.transport.errors import ModelError, WavecoreError
 
 Parameters = dict[str, torch.Tensor]
 Index = tuple[slice, ...]
+Read = Callable[[Index], torch.Tensor]
+Copy = Callable[[torch.Tensor, torch.Tensor], object]  # to the first from the second, of its shape
 
 TENSOR_NAMES = json.loads(Path(__file__).with_name("tensor_names.json").read_text("utf-8"))
 FLOATS = ("F32", "F16", "BF16")
+PIECE, PIECES = 16 << 20, 4  # bytes, and how many
+MOST_THREADS = 16  # that fill a piece, whatever OMP_NUM_THREADS says
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +53,15 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     file: Path
-    read: Callable[[Index], torch.Tensor]
+    read: Read
 
 
 Placed = list[tuple[Stored, Part]]
 
 
 @contextmanager
-def open_folder(folder: Path, spec: ModelSpec, device: torch.device) -> Iterator[Placed]:
-    """Every tensor in the safetensors files of a folder, to be read straight to the device, and where it goes.
+def open_folder(folder: Path, spec: ModelSpec) -> Iterator[Placed]:
+    """Every tensor in the safetensors files of a folder, read as a view of its file's pages, and where it goes.
 
     Raises:
         ModelError: naming the file: truncated, a tensor missing, unknown, or of another shape than config.json says.
@@ -66,7 +72,7 @@ def open_folder(folder: Path, spec: ModelSpec, device: torch.device) -> Iterator
         with ExitStack() as stack:
             stored: list[Stored] = []
             for path in weight_files(folder):
-                stored += _tensors(path, stack.enter_context(safe_open(path, "pt", device=str(device))), spec)
+                stored += _tensors(path, stack.enter_context(safe_open(path, "pt")), spec)
             yield placed(stored, parts_of(spec, "hf"), spec, folder)
     except (SafetensorError, OSError, ValueError) as error:
         if isinstance(error, WavecoreError):
@@ -83,13 +89,11 @@ def _tensors(path: Path, file: Any, spec: ModelSpec) -> Iterator[Stored]:
             kinds = ", ".join(FLOATS)
             raise ModelError(f"{path}: tensor {name!r:.80} is {header.get_dtype()}; supported are {kinds}")
         shape = tuple(header.get_shape())
-        yield Stored(name, shape, path, partial(_read, file, name, shape))
+        yield Stored(name, shape, path, partial(_read, file, name))
 
 
-def _read(file: Any, name: str, shape: tuple[int, ...], index: Index) -> torch.Tensor:
-    whole = all(part.indices(length) == (0, length, 1) for part, length in zip(index, shape, strict=True))
-    tensor: torch.Tensor = file.get_tensor(name) if whole else file.get_slice(name)[index]
-    return tensor
+def _read(file: Any, name: str, index: Index) -> torch.Tensor:
+    return file.get_tensor(name)[index]  # type: ignore[no-any-return]
 
 
 def placed(stored: Iterable[Stored], places: Mapping[str, Part], spec: ModelSpec, source: Path) -> Placed:
@@ -125,10 +129,40 @@ def fill(tensors: Placed, shard: Shard, dtype: torch.dtype, device: torch.device
 
 def refill(tensors: Placed, shard: Shard, parameters: Parameters, progress: Progress) -> None:
     """Copy tensor by tensor into the parameters of a rank."""
+    copy: Copy = torch.Tensor.copy_
+    threads = torch.get_num_threads()
+    if parameters["embed"].is_cuda:
+        copy = Staging().copy
+        torch.set_num_threads(min(MOST_THREADS, len(os.sched_getaffinity(0))))
     for done, (tensor, part) in enumerate(tensors, 1):
         for cut in shard.cuts(part.param):
-            _copy(cut, part, tensor.read, parameters[part.param])
+            _copy(cut, part, tensor.read, parameters[part.param], copy)
         progress("load", done / len(tensors))
+    torch.set_num_threads(threads)
+
+
+class Staging:
+    """The way of tensors to a GPU: a ring of pinned pieces. torch's threads fill one while the bus empties the others;
+    pageable memory is copied by the driver, with one thread."""
+
+    def __init__(self) -> None:
+        memory = torch.empty(PIECES, PIECE, dtype=torch.uint8, pin_memory=True)
+        self._ring = deque((piece, torch.cuda.Event()) for piece in memory)  # type: ignore[no-untyped-call]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue the copy of a tensor of the host to one of its shape; the source may be changed again at once.
+
+        Args:
+            target: of any dtype. A row of it fits into a piece.
+        """
+        rows = PIECE // max(target[:1].nbytes, 1)
+        for part, values in zip(torch.split(target, rows), torch.split(source, rows), strict=True):
+            piece, copied = self._ring[0]
+            self._ring.rotate()
+            copied.synchronize()
+            staged = piece[: part.nbytes].view(part.dtype).view(part.shape)
+            part.copy_(staged.copy_(values), non_blocking=True)
+            copied.record()
 
 
 def draw(shard: Shard, dtype: torch.dtype, device: torch.device) -> Parameters:
@@ -145,13 +179,13 @@ def draw(shard: Shard, dtype: torch.dtype, device: torch.device) -> Parameters:
     return parameters
 
 
-def _copy(cut: Cut, part: Part, read: Callable[[Index], torch.Tensor], parameter: torch.Tensor) -> None:
+def _copy(cut: Cut, part: Part, read: Read, parameter: torch.Tensor, copy: Copy = torch.Tensor.copy_) -> None:
     """Copy what a cut takes of a part."""
     begin, end = max(cut.begin, part.row), min(cut.end, part.row + part.shape[0])
     if begin < end:
         index = (slice(begin - part.row, end - part.row), cut.columns)[: len(part.shape)]
         row = cut.row + begin - cut.begin
-        parameter[row : row + end - begin].copy_(read(index))
+        copy(parameter[row : row + end - begin], read(index))
 
 
 def parts_of(spec: ModelSpec, form: str) -> dict[str, Part]:

@@ -13,6 +13,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event, Thread
 from typing import Self
 
 from wavecore.engine_core.api.config import EngineConfig
@@ -20,6 +21,7 @@ from wavecore.engine_core.api.devices import THREADS, visible_gpus
 from wavecore.engine_core.models.spec import ModelSpec
 
 MODULE = "wavecore.engine_core.startup.kernel_compiler"
+FIRST_DONE = "what is launched before the engine is ready is compiled\n"  # what it says; then it goes on
 MOST_SECONDS = 60.0  # behind the weights; all kernels in turn take half of that
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def stamp_of(config: EngineConfig, spec: ModelSpec) -> Path:
 
 
 class KernelCompiler:
-    """The process of `kernel_compiler`. As a context manager it leaves none behind.
+    """The process of `kernel_compiler`. As a context manager it leaves none behind where the start fails.
 
     Whatever goes wrong there costs time alone: a kernel that it did not compile is compiled at its first launch.
 
@@ -54,23 +56,32 @@ class KernelCompiler:
     def __init__(self, config: EngineConfig, stamp: Path) -> None:
         command = [sys.executable, "-P", "-m", MODULE]
         env = {**os.environ, THREADS: "1"}  # it forks
-        self._stamp = stamp
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, text=True)
+        self._stamp, self._has_first = stamp, Event()
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
         with suppress(BrokenPipeError), self._process.stdin as told:  # type: ignore[union-attr]
             told.write(config.to_json())
+        Thread(target=self._watch, name="kernel compiler", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self._process.kill()
+            self._process.wait()
 
     def wait(self) -> None:
-        """Until all is compiled."""
-        status: int | None = None
-        with suppress(subprocess.TimeoutExpired):
-            status = self._process.wait(MOST_SECONDS)
+        """Until all is compiled that is launched before the engine is ready."""
+        if not self._has_first.wait(MOST_SECONDS):
+            self._process.kill()
+
+    def _watch(self) -> None:
+        """Hear that process out; it goes on while the engine serves."""
+        with self._process.stdout as said:  # type: ignore[union-attr]
+            while said.readline() not in (FIRST_DONE, ""):
+                pass
+            self._has_first.set()
+        status = self._process.wait()
         if status != 0:
             logger.warning("kernels may compile as they are launched: not all did before (exit status %s)", status)
             return

@@ -13,7 +13,8 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.models.files import open_model
 from wavecore.engine_core.models.shard import Shard
 from wavecore.engine_core.models.weights import fill
+from wavecore.engine_core.plan import StepPlan
+from wavecore.engine_core.startup.compilation import FIRST_DONE
 from wavecore.engine_core.startup.loader import DTYPES, find_device, make_runner, resolve
 from wavecore.engine_core.startup.warm_up import warm_up
 from wavecore.kernels import device, ops
@@ -38,9 +41,38 @@ from wavecore.parallel.peer_memory import AREA, MOST_BYTES
 from wavecore.transport.processes.child import die_with_parent
 
 META = torch.device("meta")
+BOOLS = ["expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true"]
+LATE: dict[str, dict[str, Any]] = {
+    "torch._dynamo": {"disable": lambda fn, *_, **__: fn},
+    "torch.fx.experimental.symbolic_shapes": {
+        **dict.fromkeys(BOOLS, bool),
+        "has_guarding_hint": lambda _: True,
+        "guarding_hint_or_throw": int,
+        "is_nested_int": lambda _: False,
+        "sym_eq": lambda x, y: x == y if isinstance(x, int) else [*x] == [*y],
+        "sym_and": lambda *x: all(x),
+        "sym_or": lambda *x: any(x),
+    },
+    "torch.utils._sympy.functions": {"Max": max},
+    "sympy": {"Basic": type("Basic", (), {})},
+}
+"""What takes three seconds to import. Operations that torch decomposes for "meta" ask its compiler to leave them alone,
+and sympy about sizes: here these are numbers."""
 NOT_LAUNCHED: Any = SimpleNamespace(
     launch_metadata=lambda *_: None, run=lambda *_: None, function=None, packed_metadata=None
 )
+
+
+class Late(ModuleType):
+    """Stands in for a module that takes long to import, and knows what is asked of it as a rule. Whatever else is asked
+    brings the real ones."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # the import system asks
+            raise AttributeError(name)
+        for module in [module for module in LATE if isinstance(sys.modules[module], Late)]:
+            del sys.modules[module]
+        return getattr(import_module(self.__name__), name)
 
 
 class AllRanks(Alone):
@@ -118,13 +150,20 @@ def compile_kernels(runner: ModelRunner, config: EngineConfig, forks: Forks) -> 
     target = GPUTarget("cuda", device.STANDS_FOR["capability"], 32)
     no_driver = {"get_current_device": lambda: 0, "get_current_stream": int, "get_current_target": lambda: target}
     driver.set_active(SimpleNamespace(**no_driver))
-    # Operations that torch decomposes for "meta" import its compiler, for a second, to ask that it leave them alone.
-    asked: Any = SimpleNamespace(disable=lambda fn, *_, **__: fn)
-    sys.modules.setdefault("torch._dynamo", asked)
+    for name, known in LATE.items():
+        late = sys.modules[name] = Late(name)
+        vars(late).update(known)
     for operation in ops.OPERATIONS.values():
         operation.replace(operation.kernel)
     knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = forks.before, forks.after
     warm_up(runner, replace(config, dp_lockstep=False))
+    forks.wait()
+    sys.stdout.write(FIRST_DONE)
+    sys.stdout.flush()
+    os.nice(10)  # the engine serves
+    for step in runner.unmet:
+        if isinstance(step, StepPlan):  # sizes launch what others have launched
+            runner.start(step)
     forks.wait()
 
 

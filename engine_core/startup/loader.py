@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
+from threading import Thread
 
 import torch
+from triton.runtime.cache import triton_key
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.devices import cuda_number
@@ -58,6 +60,7 @@ def load_runner(
     device = find_device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything touches CUDA: no other GPU gets a context of this process
+        Thread(target=triton_key, daemon=True).start()  # a part of every kernel's key: it reads all of Triton, 400 MB
     ranks = meet(device)
     group, exchange = ranks.tensor, Exchange(ranks.data)
     shard = Shard(source.spec, group.size, group.rank, config.expert_ranks, ranks.rank % config.expert_ranks)
@@ -126,7 +129,7 @@ def _load_weights(
 ) -> Parameters:
     """Names and shapes are checked first: a config that lies about sizes says so, and allocates nothing."""
     spec, path = source.spec, source.path
-    opened = open_folder(path, spec, device) if source.gguf is None else nullcontext(open_gguf(source.gguf, spec))
+    opened = open_folder(path, spec) if source.gguf is None else nullcontext(open_gguf(source.gguf, spec))
     half = would_fit(["dtype bfloat16"] if dtype == torch.float32 else [])
     with opened as tensors:
         check_weights(source, shard.spec, dtype, device)

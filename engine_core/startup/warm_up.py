@@ -1,4 +1,4 @@
-"""Runs every kind of step before the first request comes, so that no request waits for what happens only once.
+"""Runs every kind of step, what is plain before the first request comes, so that none waits for what happens only once.
 
 A Triton kernel is compiled at its first launch. Every kernel is loaded at its first launch, torch's own and those of
 matrix products as well, which depend on the shape; and loading waits until the device has nothing to do. And the
@@ -56,29 +56,23 @@ class Sizes:
 
 
 def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
-    """Run the largest steps with every option, steps with rare kernels, and some of every order of size; all positions
-    on block 1. The other sizes run in idle turns; of ranks in lockstep, which must not run alone, at once.
+    """Run the largest steps with every option and without, and plain ones of every order of size; all positions on the
+    null block. Other sizes and rare kernels come in idle turns, sizes first: what rare ones launch, another process may
+    still compile. Of ranks in lockstep, which must not run alone, they come at once.
 
-    Needs a KV cache of two blocks or more, whose contents it spoils. Leaves no request's state behind.
+    Needs a KV cache of two blocks or more. Leaves no request's state behind.
 
     Raises:
         OutOfMemory: the largest step does not fit.
     """
     sizes = Sizes(config.max_num_batched_tokens, config.max_num_seqs, runner.info.max_model_len)
     everything = _everything(runner)
-    runner.state.block_table.fill_(1)
-    plans = chain(
-        _largest(sizes, everything, runner.info.hidden_size),  # first, as they need most memory
-        _rare_kernels(sizes, everything, runner),
-        _few_options(sizes),
-        _orders_of_size(sizes),
-    )
-    try:
-        for plan in plans:
-            runner.start(plan).wait()
-    finally:
-        runner.state.block_table.zero_()
+    largest = _largest(sizes, everything, runner.info.hidden_size)  # first, as they need most memory
+    for plan in chain(largest, _many_alternatives(sizes, everything, runner), _orders_of_size(sizes)):
+        runner.start(plan).wait()
     runner.unmet.extend(every_size(sizes.tokens, runner.buckets or Buckets(sizes.tokens, sizes.rows)))
+    runner.unmet.extend(_rare_kernels(sizes, everything, runner.state.block_table.shape[1]))
+    runner.unmet.extend(_few_options(sizes))
     while config.dp_lockstep and runner.unmet:
         runner.meet()
 
@@ -88,29 +82,20 @@ def _largest(sizes: Sizes, everything: SamplingParams, hidden_size: int) -> Iter
     prefill, decode, mixed = sizes.prefill(sizes.tokens), sizes.decode(sizes.rows), sizes.mixed()
     embeds = np.zeros((min(sizes.length, sizes.tokens), hidden_size), np.float32)
     copies = int_table([(0, 1)], 2)
-    yield replace(_beginning(prefill, PLAIN, prompt_embeds=embeds), copies=copies)
-    yield replace(_beginning(prefill, PLAIN, samples=False, pooling="mean"), copies=copies)
+    yield replace(_beginning(prefill, PLAIN, samples=False, prompt_embeds=embeds, pooling="mean"), copies=copies)
     yield _beginning(mixed, everything)
     yield _beginning(decode, everything)
     yield _beginning(mixed, PLAIN)
 
 
-def _rare_kernels(sizes: Sizes, everything: SamplingParams, runner: ModelRunner) -> Iterator[StepPlan]:
-    """Small steps for kernels that no large one launches: torch has several of an operation, and takes one by size."""
+def _rare_kernels(sizes: Sizes, everything: SamplingParams, max_blocks: int) -> Iterator[StepPlan]:
+    """Steps for kernels that no largest one launches: torch has several of an operation, and takes one by size."""
     # Log-probabilities: how topk selects depends on the positions, if the vocabulary is small (ATen's TensorTopK.cu: up
     # to 20, 40, more), how it sorts on the alternatives (Sort.cu: up to 32, more, and so on to a sort of all), and one
     # position is a case of its own for most operations. A prompt with a token more than its row reports as many
-    # positions as the row is long, if as many of its alternatives fit into a step.
-    room, vocab = room_for_many(runner.info), runner.info.vocab_size
-    many = [min(MAX_LOGPROBS << i, vocab) for i in range(1, 1 + (vocab // MAX_LOGPROBS).bit_length()) if room]
-    for count in (min(2, everything.logprobs or 0), everything.logprobs, *many):
-        params = replace(everything, logprobs=count, prompt_logprobs=count)
-        yield _beginning(sizes.decode(1), params)
-        for positions in (20, 40, LOGPROB_CHUNK):
-            length = min(positions + 1, sizes.length)
-            fit = room // report_values(count) if count in many else positions
-            row = 0, min(positions, sizes.tokens, length, fit)
-            yield _plan([row], [_new_request(0, length, params)], samples=False)
+    # positions as the row is long.
+    for count in (min(2, everything.logprobs or 0), everything.logprobs):
+        yield from _reports(sizes, replace(everything, logprobs=count, prompt_logprobs=count), sizes.tokens)
     # A request that comes back has its output counted: up to 16 tokens, and more (Indexing.cu's index_add_).
     for length in (min(2, sizes.length), min(18, sizes.length)):
         yield _plan([(0, 1)], [_new_request(0, length, everything, output=length - 1)])
@@ -119,23 +104,45 @@ def _rare_kernels(sizes: Sizes, everything: SamplingParams, runner: ModelRunner)
     if sizes.length > 1:
         yield _plan([(0, 1)], [_new_request(0, 2, everything, pooling="mean")], samples=False)
         yield _plan([(1, 1)], samples=False)
+    # Experts have kernels by the number of their tokens.
+    for size in (1 << i for i in range(MAX_BUCKET.bit_length(), sizes.tokens.bit_length())):
+        yield _beginning(sizes.prefill(size), PLAIN)
     # A sequence gets all its blocks at once; no other step here changes the block table.
-    plan = _beginning([(0, 1)], everything)
-    yield replace(plan, table=int_table([(0, i, 1) for i in range(runner.state.block_table.shape[1])], 3))
+    yield replace(_beginning([(0, 1)], everything), table=int_table([(0, i, 0) for i in range(max_blocks)], 3))
+
+
+def _many_alternatives(sizes: Sizes, everything: SamplingParams, runner: ModelRunner) -> Iterator[StepPlan]:
+    """Where that is allowed, reports of as many positions as fit into a step; sorting them takes memory."""
+    room, vocab = room_for_many(runner.info), runner.info.vocab_size
+    for doubling in range(1, 1 + (vocab // MAX_LOGPROBS).bit_length()) if room else ():
+        count = min(MAX_LOGPROBS << doubling, vocab)
+        fit = room // report_values(count)
+        yield from _reports(sizes, replace(everything, logprobs=count, prompt_logprobs=count), fit)
+
+
+def _reports(sizes: Sizes, params: SamplingParams, fit: int) -> Iterator[StepPlan]:
+    """Reports of one position, and of as many of a prompt as ATen tells apart."""
+    yield _beginning(sizes.decode(1), params)
+    for positions in (20, 40, LOGPROB_CHUNK):
+        length = min(positions + 1, sizes.length)
+        row = 0, min(positions, sizes.tokens, length, fit)
+        yield _plan([row], [_new_request(0, length, params)], samples=False)
 
 
 def _orders_of_size(sizes: Sizes) -> Iterator[StepPlan]:
-    """Plain steps of 1, 2, 4, ... rows, and as many tokens: kernels come in kinds for small and large ones."""
-    for limit, rows_of in ((sizes.rows, sizes.decode), (sizes.tokens, sizes.prefill)):
+    """Plain steps of 1, 2, 4, ... rows, and as many tokens: kernels come in kinds for small and large ones. The largest
+    have run."""
+    yield _beginning(sizes.decode(sizes.rows), PLAIN)  # leaves no option behind
+    for limit, rows_of in ((sizes.rows, sizes.decode), (min(sizes.tokens, MAX_BUCKET), sizes.prefill)):
         for size in (1 << i for i in range(limit.bit_length())):
             yield _plan(rows_of(size))
 
 
 def _few_options(sizes: Sizes) -> Iterator[StepPlan]:
-    """Decode steps with ever fewer options; the last one leaves none behind."""
+    """Decode steps with ever fewer options."""
     truncated = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0)
     biased = SamplingParams(temperature=1.0, logit_bias={0: 1.0}, seed=0)
-    for params in (replace(truncated, logit_bias={0: 1.0}), truncated, biased, replace(biased, logit_bias=None), PLAIN):
+    for params in (replace(truncated, logit_bias={0: 1.0}), truncated, biased, replace(biased, logit_bias=None)):
         yield _beginning(sizes.decode(sizes.rows), params)
 
 

@@ -1,6 +1,7 @@
 """A program, not a test: what a start compiles itself, and what its helper has compiled.
 
-Prints JSON: the files in Triton's cache when the warm-up begins, those that came later, and processes left over.
+Prints JSON: the files in Triton's cache when the warm-up begins, the kernels that the engine compiled itself, the files
+of its idle turns, once the helper has ended, and processes left over.
 """
 
 from __future__ import annotations
@@ -8,9 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
+import triton
+from tests.support.waiting import until
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.startup.factory import make_runner
@@ -31,12 +36,16 @@ def main(folder: str) -> None:
         if phase == "warm_up" and not aside:
             aside.extend(compiled())
 
-    make_runner(config, progress)
-    later = compiled()
-    for name in aside:
-        later.remove(name)
+    own: list[str] = []
+    triton.knobs.compilation.listener = lambda src, cache_hit, **_: None if cache_hit else own.append(src.name)
+    runner: Any = make_runner(config, progress)
+    until(lambda: not psutil.Process().children(), seconds=120)
+    before = compiled()
+    while runner.unmet:
+        runner.meet()
+    later = list((Counter(compiled()) - Counter(before)).elements())
     processes = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-    json.dump({"aside": aside, "later": later, "processes": processes}, sys.stdout)
+    json.dump({"aside": aside, "own": own, "later": later, "processes": processes}, sys.stdout)
 
 
 if __name__ == "__main__":

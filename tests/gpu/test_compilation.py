@@ -85,4 +85,4 @@ def test_the_engine_finds_every_kernel_compiled(tmp_path: Path, model: str) -> N
     found = json.loads(done.stdout)
     assert sum(name.endswith(".cubin") for name in found["aside"]) > 20
     assert any(name.startswith("cuda_utils") for name in found["aside"])
-    assert not found["later"] and not found["processes"]
+    assert not found["own"] and not found["later"] and not found["processes"]

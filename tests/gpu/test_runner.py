@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from tests.engine_core.models.test_equality_families import CASES, make
-from tests.gpu.scenarios import launch_ahead
+from tests.gpu.scenarios import launch_ahead, sleep
 from tests.gpu.steps import recorded
 from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
 from tests.support.model_driver import ModelDriver, load
 
+from wavecore.engine_core.models import weights
 from wavecore.engine_core.models.files import resolve_model
-from wavecore.engine_core.models.weights import Index, Placed, Stored, fill
-from wavecore.engine_core.startup import loader
 from wavecore.transport.errors import ModelError
 
 LLAMA_SHAPES: dict[str, dict[str, Any]] = {
@@ -95,22 +91,21 @@ def test_a_slot_behind_two_to_the_31_tokens(tmp_path: Path) -> None:
     assert table[8, : len(last.tokens)].tolist() == last.tokens
 
 
-def test_weights_are_read_straight_to_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor of a file is one of the host's first."""
-    read: list[torch.Tensor] = []
-
-    def noting(placed: Placed, *args: Any) -> Any:
-        def note(tensor: Stored, index: Index) -> torch.Tensor:
-            read.append(tensor.read(index))
-            return read[-1]
-
-        return fill([(replace(tensor, read=partial(note, tensor)), part) for tensor, part in placed], *args)
-
-    monkeypatch.setattr(loader, "fill", noting)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_pass_through_pinned_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Each tensor takes several, and they wait for their copies, which wait for the device."""
     folder = save_model(tmp_path / "model", make_config("Llama"))
-    load(folder, device="cuda:0", dtype="bfloat16", block_size=16)
-    assert len(read) == len(load_file(folder / "model.safetensors"))
-    assert {tensor.device for tensor in read} == {torch.device("cuda:0")}
+    expected = load(folder, device="cpu", dtype=dtype, block_size=16).model.parameters  # type: ignore[attr-defined]
+    monkeypatch.setattr(weights, "PIECE", 4096)
+    runner: Any = load(folder, device="cuda:0", dtype=dtype, block_size=16)
+    for again in (False, True):
+        if again:
+            for values in runner.model.parameters.values():
+                values.zero_()
+            sleep()
+            runner.update_weights(str(folder))
+        for name, values in runner.model.parameters.items():
+            assert torch.equal(values.cpu(), expected[name]), name
 
 
 def default_model() -> Path:

@@ -72,7 +72,8 @@ def main(folder: Path) -> None:
     runner: Any = load(model, **limits)
     STANDS_FOR["capability"] = 90
     aside = [sys.executable, str(Path(__file__).with_name("compile_aside.py"))]
-    subprocess.run(aside, input=EngineConfig(model=str(model), **limits).to_json(), text=True, check=True)
+    settings = EngineConfig(model=str(model), **limits).to_json()
+    subprocess.run(aside, input=settings, text=True, check=True, stdout=subprocess.DEVNULL)
     compile_only(90)
     no_machine_code()
     compiled: list[str] = []
@@ -86,6 +87,8 @@ def main(folder: Path) -> None:
     torch.empty = torch.zeros  # type: ignore[assignment]
     runner.buckets = Buckets(TOKENS, ROWS)
     warm_up(runner, EngineConfig(model=str(model), device="cpu", **limits))
+    while runner.unmet:
+        runner.meet()
     found = {"warm-up": [name.rsplit(".", 1)[-1] for name in compiled], "missing": list(missing)}
     for kind, run in every_request(runner, ROWS, TOKENS):
         compiled.clear()

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,32 +48,64 @@ def test_where_there_is_a_gpu(
         assert compiler == ("a compiler" if wanted else None)
 
 
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Another program in the place of the one that compiles."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
+    return lambda name: monkeypatch.setattr(compilation, "MODULE", name)
+
+
+def ended(others: list[psutil.Process]) -> None:
+    until(lambda: psutil.Process().children() == others)
+
+
 @pytest.mark.parametrize(
-    ("program", "limit", "said"),
-    [
-        ("tests.no_such_module", 60.0, "(exit status 1)"),
-        ("tests.support.sleeps_on", 0.0, "(exit status None)"),
-        ("this", 60.0, None),
-    ],
+    ("name", "limit", "status"),
+    [("tests.no_such_module", 60.0, 1), ("tests.support.sleeps_on", 0.0, -signal.SIGKILL), ("this", 60.0, None)],
 )
 def test_a_start_goes_on_whatever_becomes_of_it(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
-    program: str,
+    program: Callable[[str], None],
+    name: str,
     limit: float,
-    said: str | None,
+    status: int | None,
 ) -> None:
     """It fails, it hangs, it is done. Nothing is left of it, but a stamp where it is done."""
     stamp = tmp_path / "stamp"
-    monkeypatch.setattr(compilation, "MODULE", program)
+    program(name)
     monkeypatch.setattr(compilation, "MOST_SECONDS", limit)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     others = psutil.Process().children()  # of other tests
     with KernelCompiler(CONFIG, stamp) as compiler:
         compiler.wait()
-    assert psutil.Process().children() == others and stamp.exists() == (said is None)
-    assert [said in record.getMessage() for record in caplog.records if said] == [True] * (said is not None)
+    ended(others)
+    until(lambda: stamp.exists() or bool(caplog.records))
+    assert stamp.exists() == (status is None)
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"(exit status {status:d})" in line for line in said if status] == [True] * (status is not None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rare_kernels_compile_while_the_engine_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: Callable[[str], None], fails: bool
+) -> None:
+    """Nobody waits for them, and a start that fails leaves nothing at work."""
+    gate, stamp = tmp_path / "gate", tmp_path / "stamp"
+    monkeypatch.setenv("GATE", str(gate))
+    program("tests.support.waits_at_gate")
+    others = psutil.Process().children()
+    with suppress(MemoryError), KernelCompiler(CONFIG, stamp) as compiler:
+        compiler.wait()
+        (process,) = set(psutil.Process().children()) - set(others)
+        if fails:
+            raise MemoryError
+    assert process.is_running() != fails and not stamp.exists()
+    if not fails:
+        gate.touch()
+        until(stamp.exists)
+    ended(others)
+    assert stamp.exists() != fails
 
 
 @pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "TRITON_HOME"])
@@ -89,6 +122,7 @@ def test_what_is_compiled_once_needs_no_second_process(
     with compiler_beside(CONFIG, SPEC, 0) as compiler:
         assert isinstance(compiler, KernelCompiler)
         compiler.wait()
+        until(stamp_of(CONFIG, SPEC).exists)
     with compiler_beside(CONFIG, SPEC, 0) as second:
         assert second is None
     assert [path.name for path in Path(folder).iterdir()] == [stamp_of(CONFIG, SPEC).name]

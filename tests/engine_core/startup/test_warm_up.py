@@ -20,7 +20,7 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from wavecore.engine_core.execution.step_shape import MAX_BUCKET, Bucket, Buckets, StepShape, bucket
 from wavecore.engine_core.plan import LOGPROB_CHUNK, NewRequest, RunnerInfo, StepPlan
-from wavecore.engine_core.startup.warm_up import warm_up
+from wavecore.engine_core.startup.warm_up import PLAIN, warm_up
 
 
 class Recorder:
@@ -30,12 +30,12 @@ class Recorder:
         self.info = RunnerInfo(2, 0, 16, length, 211, 8, (), "bfloat16", "cuda")
         self.state = SimpleNamespace(block_table=torch.zeros((seqs, 1)))
         self.buckets = Buckets(tokens, seqs)
-        self.unmet: deque[Bucket] = deque()
+        self.unmet: deque[Bucket | StepPlan] = deque()
         self.plans: list[StepPlan] = []
         self.slots: dict[int, NewRequest] = {}
 
     def start(self, plan: StepPlan) -> Any:
-        assert (self.state.block_table == 1).all()
+        assert not self.state.block_table.any()
         self.slots |= {admission.slot: admission for admission in plan.new_requests}
         for slot, end, samples in zip(plan.slots, plan.starts + plan.query_lens, plan.samples, strict=True):
             holds = self.slots.get(slot)
@@ -48,12 +48,24 @@ def recorded(length: int, tokens: int, seqs: int, max_logprobs: int = MAX_LOGPRO
     runner = Recorder(length, tokens, seqs)
     runner.info = replace(runner.info, max_logprobs=max_logprobs)
     warm_up(runner, EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens))  # type: ignore[arg-type]
-    assert not runner.state.block_table.any()
     return runner
 
 
 def record(length: int, tokens: int, seqs: int, max_logprobs: int = MAX_LOGPROBS) -> list[StepPlan]:
-    return recorded(length, tokens, seqs, max_logprobs).plans
+    """Those of idle turns, too."""
+    runner = recorded(length, tokens, seqs, max_logprobs)
+    plans = runner.plans
+    for plan in rare(runner):
+        runner.start(plan)
+    return plans
+
+
+def rare(runner: Recorder) -> list[StepPlan]:
+    return [step for step in runner.unmet if isinstance(step, StepPlan)]
+
+
+def padded(runner: Recorder) -> list[Bucket]:
+    return [step for step in runner.unmet if isinstance(step, Bucket)]
 
 
 limits = st.tuples(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 300))
@@ -71,11 +83,14 @@ def test_the_largest_steps_are_among_them(sizes: tuple[int, int, int]) -> None:
     """As many tokens as a plan may have, with as many rows as it may have, with all options and without any."""
     length, tokens, seqs = sizes
     most = min(tokens, seqs * length)
-    plans = record(*sizes)
-    for plan in plans:
+    runner = recorded(*sizes)
+    plans, later = runner.plans, rare(runner)
+    for plan in plans + later:
         assert plan.num_rows <= seqs and plan.num_tokens <= tokens
         assert (plan.query_lens > 0).all() and (plan.starts + plan.query_lens <= length).all()
         assert sorted(plan.slots.tolist()) == list(range(plan.num_rows))
+    asks = [(plan.num_tokens, [a.params != PLAIN for a in plan.new_requests]) for plan in later]
+    assert all(size <= max(seqs, LOGPROB_CHUNK) for size, rare in asks if any(rare)), "memory that was not measured"
     full = [plan for plan in plans if plan.num_tokens == most and plan.num_rows == seqs and plan.samples.all()]
     asked = [[a.params for a in plan.new_requests] for plan in full if len(plan.new_requests) == seqs]
     assert any(all(p.logprobs and p.prompt_logprobs and p.repetition_penalty != 1 for p in each) for each in asked)
@@ -98,29 +113,32 @@ def test_every_padded_size_is_among_them(sizes: tuple[int, int, int]) -> None:
     order of size."""
     _, tokens, seqs = sizes
     runner = recorded(*sizes)
-    assert {bucket(rows, seqs) for rows in range(1, seqs + 1)} <= {size.rows for size in runner.unmet}
-    met = {size.tokens for size in runner.unmet}
+    assert {bucket(rows, seqs) for rows in range(1, seqs + 1)} <= {size.rows for size in padded(runner)}
+    met = {size.tokens for size in padded(runner)}
     assert {bucket(count, tokens) for count in range(1, min(tokens, MAX_BUCKET) + 1)} <= met and max(met) <= tokens
     largest = sorted(size for size in met if size >= MAX_BUCKET)
     assert all(after <= 1.34 * before for before, after in pairwise(largest))
     ran = [StepShape(plan, runner.buckets).bucket for plan in runner.plans]
+    ran += [StepShape(plan, runner.buckets).bucket for plan in rare(runner)]
     for many in ({size.rows for size in ran if size.max_query_len == 1}, {size.tokens for size in ran}):
         assert all(after <= 2 * before for before, after in pairwise(sorted(many)))
 
 
-def test_ranks_in_lockstep_meet_every_size_at_once() -> None:
-    """A turn is no rank's own there."""
+def test_ranks_in_lockstep_meet_everything_at_once() -> None:
+    """A turn is no rank's own there. Sizes go first."""
     runner = recorded(100, 300, 20)
-    met, wanted = deque[Bucket](), list(runner.unmet)
+    wanted = len(runner.unmet)
+    met = deque[Bucket | StepPlan]()
     runner.unmet.clear()
     runner.meet = lambda: met.append(runner.unmet.popleft())  # type: ignore[attr-defined]
     limits: dict[str, Any] = {"max_num_seqs": 20, "max_num_batched_tokens": 300, "data_parallel_size": 2}
     warm_up(runner, EngineConfig(**limits, dp_lockstep=True))  # type: ignore[arg-type]
-    assert list(met) == wanted and not runner.unmet
+    assert len(met) == wanted and not runner.unmet
+    assert [isinstance(step, StepPlan) for step in met] == sorted(isinstance(step, StepPlan) for step in met)
 
 
 def test_what_is_admitted_last_asks_for_nothing() -> None:
-    admitted = {a.slot: a for plan in record(100, 300, 20) for a in plan.new_requests}
+    admitted = {a.slot: a for plan in recorded(100, 300, 20).plans for a in plan.new_requests}
     plain = SamplingParams(temperature=0.0, seed=0)
     assert len(admitted) == 20
     assert all(a.params == plain and a.prompt_embeds is None and not a.pooling for a in admitted.values())
@@ -204,7 +222,8 @@ def test_reports_of_many_alternatives_are_made_in_as_many_positions_as_fit(
     [((8, 64, None), False), ((1, 4, None), False), ((1, 1, 20), False), ((4, 4, 8), True), ((3, 700, 200), True)],
 )
 def test_warm_up_leaves_no_trace(tiny_llama: Path, sizes: tuple[int, int, int | None], padded: bool) -> None:
-    """It is for CUDA, where it measures memory and compiles; the plans are the same everywhere."""
+    """It is for CUDA, where it measures memory and compiles; the plans are the same everywhere. Those of idle turns
+    leave alone what the prefix cache has."""
     seqs, tokens, length = sizes
     limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_model_len": length}
     fresh, warmed = ModelEngine(tiny_llama, **limits), ModelEngine(tiny_llama, **limits)
@@ -213,6 +232,11 @@ def test_warm_up_leaves_no_trace(tiny_llama: Path, sizes: tuple[int, int, int | 
         runner.buckets = Buckets(tokens, seqs)
     warm_up(runner, EngineConfig(model=str(tiny_llama), device="cpu", **limits))
     asked = [[1, 2, 7], [2, 4], [3, 6, 7, 1]]
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature, seed=3, max_tokens=4, ignore_eos=True)
-        assert warmed.generate(asked, params) == fresh.generate(asked, params)
+    for idle in (False, True):
+        cache = runner.kv_cache[1:].clone()
+        while idle and warmed.core.has_work:
+            warmed.core.step()
+        assert torch.equal(cache, runner.kv_cache[1:]) and bool(runner.unmet) != idle
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, seed=3, max_tokens=4, ignore_eos=True)
+            assert warmed.generate(asked, params) == fresh.generate(asked, params)

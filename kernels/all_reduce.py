@@ -92,21 +92,9 @@ class PeerBuffers:
         if not rows:
             return
         block = triton.next_power_of_2(hidden)
-        _all_reduce[(min(rows, CHANNELS),)](
-            self.buffers,
-            x,
-            normed,
-            *norm,
-            rows,
-            hidden,
-            RANK=self.rank,
-            RANKS=len(self.buffers),
-            CHANNELS=CHANNELS,
-            AREA=self.area,
-            BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
-            **early(x.device),
-        )
+        ranks = {"RANK": self.rank, "RANKS": len(self.buffers), "CHANNELS": CHANNELS, "AREA": self.area}
+        options = {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16), **early(x.device)}
+        _all_reduce[(min(rows, CHANNELS),)](self.buffers, x, normed, *norm, rows, hidden, **ranks, **options)
 
 
 @triton.jit(do_not_specialize=["rows"])

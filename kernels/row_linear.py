@@ -16,18 +16,8 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     assert x.shape == (1, inner) and x.is_contiguous() and weight.is_contiguous()
     out = x.new_empty(1, columns)
     block_n, block_k, warps = row_shape(inner)
-    _row_linear[(triton.cdiv(columns, block_n),)](
-        x,
-        weight,
-        bias,
-        out,
-        columns,
-        INNER=inner,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=warps,
-        **early(x.device),
-    )
+    shape = {"INNER": inner, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps}
+    _row_linear[(triton.cdiv(columns, block_n),)](x, weight, bias, out, columns, **shape, **early(x.device))
     return out
 
 

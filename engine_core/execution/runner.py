@@ -16,7 +16,7 @@ import timeit
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
 
@@ -129,7 +129,7 @@ class ModelRunner:
         return self.model.spec.kv_values_per_token * self.info.block_size * self.model.embedding.dtype.itemsize
 
     def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
-        """Begin a step, see `plan.LockstepRunner`. Steps are waited for in launch order; at most two are in flight.
+        """Begin a step, see `plan.Runner`. Steps are waited for in launch order; at most two are in flight.
 
         Raises:
             OutOfMemory: the device cannot hold the step.
@@ -326,12 +326,11 @@ class ModelRunner:
         """Bytes by use: weights, KV cache, tables and vectors of steps and slots, pools of sampling options, the
         host's KV cache; on CUDA also what torch's allocator holds."""
         weights = {t.data_ptr(): t.nbytes for t in self.model.tensors()}
-        buffers = [getattr(self.buffers, field.name) for field in fields(self.buffers)]
         stats = {
             "weights_bytes": sum(weights.values()),
             "kv_cache_bytes": self.kv_cache.nbytes,
             "host_kv_cache_bytes": self.host_kv_cache.nbytes,
-            "tables_bytes": sum(t.nbytes for t in (*buffers, *self.state.tensors(), self.out.vector, self.hidden)),
+            "tables_bytes": sum(t.nbytes for t in (*self.buffers, *self.state.tensors(), self.out.vector, self.hidden)),
             "sampling_bytes": sum(t.nbytes for t in self.state.sampling.tensors()),
         }
         if self.device.type == "cuda":

@@ -50,20 +50,8 @@ def moe(
     middle = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     block, own_block = triton.next_power_of_2(scores.shape[1]), triton.next_power_of_2(experts)
-    _route[(tokens,)](
-        scores,
-        kv_slots,
-        weights,
-        chosen,
-        counts,
-        scores.shape[1],
-        first,
-        experts,
-        top_k,
-        NORMALIZE=normalize,
-        BLOCK=block,
-        num_warps=1,
-    )
+    routes = weights, chosen, counts, scores.shape[1], first, experts, top_k
+    _route[(tokens,)](scores, kv_slots, *routes, NORMALIZE=normalize, BLOCK=block, num_warps=1)
     _tiles[(1,)](counts, tile_expert, experts, tiles, ROWS=rows, BLOCK=own_block, TILES=SCAN_BLOCK, num_warps=4)
     _sort[(triton.cdiv(pairs, 128),)](chosen, counts, order, experts, pairs, BLOCK=128, num_warps=4)
     _up[(triton.cdiv(inner, shape_up["BLOCK_N"]), tiles)](

@@ -21,19 +21,24 @@ other."""
 
 
 class Values(NamedTuple):
-    """What kernels of sampling get: the logits, and of `SamplingRows` what makes values of them."""
+    """What kernels of sampling get: the logits, and of `SamplingRows` all that they read."""
 
     logits: Tensor
     stride: int
     vocab: int
     first: int
+    token_stride: int
     allowed_stride: int
     counts_stride: int
     slots: Tensor
+    positions: Tensor
+    token_ids: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    seed: Tensor
+    choice: Tensor
     count_row: Tensor
     counts: Tensor
     repetition_penalty: Tensor
@@ -41,13 +46,20 @@ class Values(NamedTuple):
     presence_penalty: Tensor
     allowed_row: Tensor
     allowed: Tensor
+    bias_range: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+    bias_until: Tensor
+    word_range: Tensor
+    word_start: Tensor
+    word_tokens: Tensor
 
 
-_of_rows = attrgetter(*Values._fields[6:])
+_of_rows = attrgetter(*Values._fields[7:])
 
 
 def values_of(logits: Tensor, rows: SamplingRows) -> Values:
-    strides = rows.allowed.stride(0), rows.counts.stride(0)
+    strides = rows.token_ids.stride(0), rows.allowed.stride(0), rows.counts.stride(0)
     return Values(logits, logits.stride(0), logits.shape[1], rows.first, *strides, *_of_rows(rows))
 
 

@@ -116,7 +116,7 @@ class Script:
 
 
 class ScriptedRunner:
-    """Implements `plan.LockstepRunner`.
+    """Implements `plan.Runner`.
 
     Args:
         group: shared with the workers, or with ranks in lockstep, if there are any.

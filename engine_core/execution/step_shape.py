@@ -80,7 +80,7 @@ class StepShape:
 
     Args:
         buckets: None pads nothing.
-        least: of a step in lockstep, which has at least a padding row; see `LockstepRunner.launch`. Above the largest
+        least: of a step in lockstep, which has at least a padding row; see `Runner.launch`. Above the largest
             padded size each rank's step has its own size, and none a graph.
         exchanges: the ranks exchange their tokens, so their steps are of one size whatever it is, on any device.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from wavecore.engine_core.plan import LOGPROB_CHUNK, OutOfMemory, RequestFault, RunnerInfo, StepPlan
+from wavecore.engine_core.plan import LOGPROB_CHUNK, OutOfMemory, RequestFault, RunnerInfo, StepFault, StepPlan
 from wavecore.engine_core.request import Request, State
 from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.step_budget import StepBudget
@@ -17,9 +17,7 @@ SMALL_STEP = 256  # tokens; of a larger step its own size is the first suspect
 Row = tuple[Request, int, bool]  # request, query length, whether it samples
 
 
-def recover(
-    fault: RequestFault | OutOfMemory, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo
-) -> None:
+def recover(fault: StepFault, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo) -> None:
     """A step failed, and the runner dropped every step in flight: end the request at fault and queue the others."""
     alone = isinstance(fault, OutOfMemory) and failed.num_tokens == 1  # tried again and again: nothing new
     logger.log(logging.DEBUG if alone else logging.ERROR, "a step failed: %s", fault)
@@ -34,8 +32,8 @@ def recover(
 
 
 def _at_fault(
-    fault: OutOfMemory, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo
-) -> tuple[Request | None, OutOfMemory]:
+    fault: StepFault, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo
+) -> tuple[Request | None, StepFault]:
     """Steps become smaller; who must end, and what to tell its client.
 
     Nobody in the first burst of failures, and while steps are large. Then whose rare options need most: a guess.

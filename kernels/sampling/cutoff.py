@@ -52,8 +52,8 @@ def find_cutoff(values: Values, block: int) -> Tensor:
     goals = [max(1, int(groups * (1 - math.exp(-wanted / groups)))) for wanted in (WANTED_K, WANTED_P)]
     _threshold[(count,)](values, peaks, groups, peak, threshold, *goals, BLOCK=triton.next_power_of_2(groups), **EXACT)
     _collect[grid](values, peak, threshold, total, found, candidates, CAPACITY=CAPACITY, BLOCK=block, **EXACT)
-    block = {"BLOCK": SEARCH_BLOCK, "num_warps": 16}
-    _search[(count,)](values, peak, threshold, total, found, candidates, cutoff, CAPACITY=CAPACITY, **block, **EXACT)
+    search = {"BLOCK": SEARCH_BLOCK, "num_warps": 16}
+    _search[(count,)](values, peak, threshold, total, found, candidates, cutoff, CAPACITY=CAPACITY, **search, **EXACT)
     return cutoff
 
 

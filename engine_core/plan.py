@@ -71,6 +71,10 @@ def int_table(entries: Sequence[tuple[int, ...]], width: int) -> I32:
     return np.array(entries, np.int32) if entries else np.zeros((0, width), np.int32)
 
 
+TABLES = {"swap_out": 2, "swap_in": 2, "copies": 2, "table": 3}
+"""Of a plan, with their columns."""
+
+
 def _no_pairs() -> I32:
     return int_table((), 2)
 

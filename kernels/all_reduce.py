@@ -99,22 +99,10 @@ class PeerBuffers:
 
 @triton.jit(do_not_specialize=["rows"])
 def _all_reduce(
-    buffers,
-    x_ptr,
-    normed_ptr,
-    residual_ptr,
-    weight_ptr,
-    eps,
-    weight_offset,
-    rows,
-    hidden,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    AREA: tl.constexpr,
-    BLOCK: tl.constexpr,
+    buffers, x_ptr, normed_ptr, residual_ptr, weight_ptr, eps, weight_offset, rows, hidden,
+    RANK: tl.constexpr, RANKS: tl.constexpr, CHANNELS: tl.constexpr, AREA: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """A program handles each `CHANNELS`th row; its rows lie one after the other in its area.
 
     d [BLOCK]   places in a row, `hidden` of them real

@@ -46,27 +46,11 @@ def qk_norm_rope_kv_write(
 
 @triton.jit(do_not_specialize=["layer", "num_layers"])
 def _norm_rope_write(
-    qkv_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    eps,
-    weight_offset,
-    cos_sin_ptr,
-    positions_ptr,
-    kv_slots_ptr,
-    q_ptr,
-    cache_ptr,
-    layer,
-    num_layers,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    DIM: tl.constexpr,
-    ROT: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    qkv_ptr, q_norm_ptr, k_norm_ptr, eps, weight_offset, cos_sin_ptr, positions_ptr, kv_slots_ptr, q_ptr, cache_ptr,
+    layer, num_layers,
+    HQ: tl.constexpr, HKV: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, KV_BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A program (token, BLOCK_H of its heads) handles values x [BLOCK_H, BLOCK_D].
 
     head [BLOCK_H, 1]     counts the heads as they lie in qkv: HQ of queries, then HKV of keys, then HKV of values

@@ -45,18 +45,9 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, 
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    normed_ptr,
-    total_ptr,
-    index_ptr,
-    eps,
-    weight_offset,
-    hidden,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, index_ptr, eps, weight_offset, hidden,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A program (row of the result) handles the whole vector of the token that `index` names, without it of token row.
 
     d [BLOCK]   places in the vector, `hidden` of them real

@@ -17,9 +17,8 @@ def update_block_table(block_table: Tensor, changes: Tensor) -> None:
     """See `reference.layers.update_block_table`; how many changes there are, only the device knows."""
     assert block_table.stride(1) == 1 and changes.is_contiguous()
     room = len(changes) // 3
-    _update_block_table[(triton.cdiv(room, CHANGES_AT_ONCE),)](
-        block_table, block_table.stride(0), changes, BLOCK=CHANGES_AT_ONCE
-    )
+    grid = (triton.cdiv(room, CHANGES_AT_ONCE),)
+    _update_block_table[grid](block_table, block_table.stride(0), changes, BLOCK=CHANGES_AT_ONCE)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -51,22 +50,10 @@ def prepare_batch(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "token_programs", "search_steps"])
 def _prepare(
-    slots_ptr,
-    starts_ptr,
-    query_start_ptr,
-    token_table_ptr,
-    token_stride,
-    block_table_ptr,
-    block_stride,
-    buffers,
-    row_stride,
-    num_rows,
-    num_tokens,
-    token_programs,
-    search_steps,
-    KV_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    slots_ptr, starts_ptr, query_start_ptr, token_table_ptr, token_stride, block_table_ptr, block_stride, buffers,
+    row_stride, num_rows, num_tokens, token_programs, search_steps,
+    KV_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The first `token_programs` programs take BLOCK tokens each and find their rows; the others take one row each.
 
     slot indexes the tables of the engine (a request's row in them), row those of the batch.

@@ -32,16 +32,9 @@ def row_shape(inner: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _row_linear(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    columns,
-    INNER: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, out_ptr, columns,
+    INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A program writes BLOCK_N columns of the result. Its first weights are on their way before the row is there."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

@@ -242,14 +242,8 @@ class ModelRunner:
             x and residual [T, hidden] as from `Decoder.forward`.
         """
         state, model, views = self.state, self.model, self.state.input.rows(bucket.rows)
-        rows = StepRows(
-            slots=views.slots,
-            starts=views.starts,
-            query_start=views.query_start,
-            num_decode_rows=bucket.num_decode_rows,
-            max_query_len=bucket.max_query_len,
-            bucket_tokens=bucket.tokens,
-        )
+        sizes = bucket.num_decode_rows, bucket.max_query_len, bucket.tokens
+        rows = StepRows(views.slots, views.starts, views.query_start, *sizes)
         ops.update_block_table(state.block_table, state.input.changes)
         batch = ops.prepare_batch(rows, state.token_table, state.block_table, self.info.block_size, self.buffers)
         x = model.embed(batch.token_ids)
@@ -266,15 +260,10 @@ class ModelRunner:
 
     def sampling_rows(self, rows: int, truncates: bool, edits: bool) -> SamplingRows:
         """What sampling reads and writes of a step of so many rows; the same tensors for each."""
-        views, out = self.state.input.rows(rows), self.out
-        return self.state.sampling.rows(
-            truncates,
-            edits,
-            slots=views.sample_slots,
-            positions=views.positions,
-            tokens=out.tokens[:rows],
-            faults=out.faults[:rows],
-        )
+        views = self.state.input.rows(rows)
+        written = {"tokens": self.out.tokens[:rows], "faults": self.out.faults[:rows]}
+        read = {"slots": views.sample_slots, "positions": views.positions}
+        return self.state.sampling.rows(truncates, edits, **read, **written)
 
     def wants_capture(self, uses: int) -> bool:
         return self.graphs.wanted(uses) or (uses == 1 and bool(self.unmet))

@@ -33,12 +33,8 @@ class Bucket(NamedTuple):
     max_query_len: int
 
     def at_least(self, least: LeastSize) -> Bucket:
-        return Bucket(
-            max(self.tokens, least.tokens),
-            max(self.rows, least.rows),
-            self.num_decode_rows,
-            max(self.max_query_len, least.max_query_len),
-        )
+        names = "tokens", "rows", "max_query_len"
+        return self._replace(**{name: max(getattr(self, name), getattr(least, name)) for name in names})
 
 
 class Buckets:

@@ -65,14 +65,11 @@ def most_demanding(rows: list[Row], info: RunnerInfo) -> tuple[Request, str] | N
 def _extra_bytes(request: Request, query_len: int, samples: bool, info: RunnerInfo) -> dict[str, int]:
     """About what each rare option of a row takes beside a plain row: two float32 copies of logits, or hidden states."""
     params, states, logits = request.params, 4 * info.hidden_size * query_len, 8 * info.vocab_size
+    chunk = min(query_len, LOGPROB_CHUNK)
     needs = (
         ("prompt_embeds", request.prompt_embeds is not None, states),
         ("pooling", request.options.pooling, states),
-        (
-            "prompt_logprobs",
-            params.prompt_logprobs is not None and query_len > 1,
-            logits * min(query_len, LOGPROB_CHUNK),
-        ),
+        ("prompt_logprobs", params.prompt_logprobs is not None and query_len > 1, logits * chunk),
         ("logprobs", params.logprobs is not None and samples, logits),
     )
     return {name: size for name, asked, size in needs if asked}

@@ -6,6 +6,8 @@ and rows with a temperature cost one pass over the logits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from torch import Tensor
 from wavecore.kernels.sampling.cutoff import find_cutoff
 from wavecore.kernels.sampling.hash import gumbel, row_keys
 from wavecore.kernels.sampling.rows import PART, SamplingRows
-from wavecore.kernels.sampling.values import EXACT, Values, adjusted, is_greedy, row_values, values_of
+from wavecore.kernels.sampling.values import EXACT, adjusted, is_greedy, row_values, values_of
 
 WORD_BLOCK = 256
 """A bad word has at most so many tokens (`sampling_params.MAX_STOP_LENGTH`)."""
@@ -57,7 +59,7 @@ def finish(best: Tensor, rows: SamplingRows) -> None:
     _finish[(count,)](*drawn, *tokens, *counts, rows.tokens, rows.faults, BLOCK=block, num_warps=1)
 
 
-def _edited(logits: Tensor, rows: SamplingRows) -> Values:
+def _edited(logits: Tensor, rows: SamplingRows) -> Any:
     """The logits with bias and bans, where rows have any, and the rows."""
     if not rows.edits:
         return values_of(logits, rows)
@@ -146,23 +148,10 @@ def _draw(v, cutoff_ptr, best_ptr, HAS_CUTOFF: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _finish(
-    best_ptr,
-    entries,
-    parts,
-    slots_ptr,
-    positions_ptr,
-    token_ids_ptr,
-    token_stride,
-    max_len,
-    count_row_ptr,
-    counts_ptr,
-    counts_stride,
-    columns,
-    first_id,
-    tokens_ptr,
-    faults_ptr,
+    best_ptr, entries, parts, slots_ptr, positions_ptr, token_ids_ptr, token_stride, max_len, count_row_ptr,
+    counts_ptr, counts_stride, columns, first_id, tokens_ptr, faults_ptr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """A program (row) writes and counts the token of the best of all ranks' parts, best [ranks, 2, rows, parts] with
     ranks * parts = entries, and says whether the row is faulty."""
     row = tl.program_id(0)

@@ -31,7 +31,7 @@ Values: Any = namedtuple("Values", (*_ADDED, *_ROWS))  # type: ignore[misc]
 def values_of(logits: Tensor, rows: SamplingRows) -> Any:
     """Values of logits [R, V], of unit stride along the vocabulary."""
     strides = rows.token_ids.stride(0), rows.allowed.stride(0), rows.counts.stride(0)
-    return Values(logits, logits.stride(0), logits.shape[1], *strides, *_of_rows(rows))
+    return Values._make((logits, logits.stride(0), logits.shape[1], *strides, *_of_rows(rows)))
 
 
 @triton.jit

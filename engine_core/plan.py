@@ -71,6 +71,10 @@ def int_table(entries: Sequence[tuple[int, ...]], width: int) -> I32:
     return np.array(entries, np.int32) if entries else np.zeros((0, width), np.int32)
 
 
+TABLES = {"swap_out": 2, "swap_in": 2, "copies": 2, "table": 3}
+"""Of a plan, with their columns."""
+
+
 def _no_pairs() -> I32:
     return int_table((), 2)
 
@@ -230,8 +234,16 @@ class Runner(Protocol):
 
     info: RunnerInfo
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Start a step; return without waiting for the device."""
+    def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
+        """Start a step; return without waiting for the device.
+
+        Args:
+            least: of a step in lockstep: there is a forward pass even without a plan or its rows, and on a device that
+                pads steps it is padded to this size at least. Without rows it writes no block.
+        """
+
+    def is_eager(self, plan: StepPlan) -> bool:
+        """Whether a row of this plan wants what no CUDA graph yields. All plans before it are launched."""
 
     def wants_capture(self, uses: int) -> bool:
         """Some part of steps has no CUDA graph, could have one, and ran so often: a plan may say `captures`. For `uses`
@@ -275,27 +287,15 @@ class Runner(Protocol):
         """
 
 
-class LockstepRunner(Runner, Protocol):
-    """Runs steps of ranks in lockstep, too."""
-
-    def is_eager(self, plan: StepPlan) -> bool:
-        """Whether a row of this plan wants what no CUDA graph yields. All plans before it are launched."""
-
-    def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
-        """Start a step, as above.
-
-        Args:
-            least: of a step in lockstep: there is a forward pass even without a plan or its rows, and on a device that
-                pads steps it is padded to this size at least. Without rows it writes no block.
-        """
+class StepFault(WavecoreError):
+    """A step failed, in `launch` or in `wait`, and others need not. The runner then has dropped every step that was
+    launched and not waited for: nobody will wait for them, and all requests come back as new ones."""
 
 
-class RequestFault(WavecoreError):
-    """The step failed, and one request is at fault: it ends, all others are computed again.
+class RequestFault(StepFault):
+    """One request is at fault: it ends, all others are computed again.
 
-    Raised by `launch` or `wait` of a runner that can tell, such as the scripted one; that of real models marks rows in
-    `StepResult.faults`. The runner then has dropped every step that was launched and not waited for: nobody will wait
-    for them, and all other requests come back as new ones.
+    Raised by a runner that can tell, such as the scripted one; that of real models marks rows in `StepResult.faults`.
 
     Args:
         slot: the slot of the request at fault.
@@ -307,7 +307,7 @@ class RequestFault(WavecoreError):
         self.slot = slot
 
 
-class OutOfMemory(WavecoreError):
-    """The step did not fit into memory. Raised like RequestFault; what was launched has been dropped, too."""
+class OutOfMemory(StepFault):
+    """The step did not fit into memory."""
 
     code = "resource"

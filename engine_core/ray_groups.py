@@ -18,7 +18,7 @@ import secrets
 import selectors
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from itertools import count
@@ -30,9 +30,9 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.devices import Placement
 from wavecore.engine_core.ray_actor import DPEngineCoreActor
 from wavecore.transport.curve import KeyPair
-from wavecore.transport.errors import ConfigError, StartError, WavecoreError
+from wavecore.transport.errors import ConfigError, StartError
 from wavecore.transport.processes.deployment import Cause, EngineEntry, from_plain
-from wavecore.transport.processes.group import Backoff, Limits
+from wavecore.transport.processes.group import EngineGroup, GroupContext, Limits
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.supervisor import Supervisor
 from wavecore.transport.version import VERSION
@@ -116,7 +116,7 @@ class RayCluster:
         self._groups = 0  # that are not destroyed
         self._owns = False
 
-    def make_group(self, index: int, specs: Sequence[ChildSpec], **given: Any) -> RayGroup:
+    def make_group(self, index: int, specs: Sequence[ChildSpec], context: GroupContext) -> RayGroup:
         """As `Group(...)`; the first one joins the cluster.
 
         Raises:
@@ -124,10 +124,10 @@ class RayCluster:
             StartError: no Ray there.
         """
         if not self._groups:
-            given["on_phase"](index, "ray", 0.0)
+            context.on_phase(index, "ray", 0.0)
             self._join()
         self._groups += 1
-        return RayGroup(self, index, specs, **given)
+        return RayGroup(self, index, specs, context)
 
     def leave(self) -> None:
         """A group has been destroyed; the last one closes the connection, if it is ours."""
@@ -206,45 +206,29 @@ class RayCluster:
             joined.set_exception(error)
 
 
-class RayGroup:
-    """One engine in an actor, as `Group` is one in processes of this host. Owned by the supervisor's thread.
+class RayGroup(EngineGroup):
+    """One engine in an actor, as `Group` is one in processes of this host.
 
     Args:
         cluster: where it is placed.
-        index, specs, runtime_dir, limits, selector, on_phase: as of `Group`.
+        index, specs, context: as of `Group`.
     """
 
-    def __init__(
-        self,
-        cluster: RayCluster,
-        index: int,
-        specs: Sequence[ChildSpec],
-        *,
-        runtime_dir: Path,
-        limits: Limits,
-        selector: selectors.BaseSelector,
-        on_phase: Callable[[int, str, float], None],
-        **_: object,  # of an engine of this host
-    ) -> None:
-        self.entries: tuple[EngineEntry, ...] = (EngineEntry(index),)
-        self.resolved: Mapping[str, Any] = {}
-        self.failure: WavecoreError | None = None
-        self._cluster, self._spec, self._limits = cluster, specs[0], limits
-        self._client_key = KeyPair.load(runtime_dir / "keys" / "client.key").public.decode()
-        self._selector, self._on_phase = selector, on_phase
-        self._backoff = Backoff()
+    def __init__(self, cluster: RayCluster, index: int, specs: Sequence[ChildSpec], context: GroupContext) -> None:
+        super().__init__((EngineEntry(index),), context)
+        self._cluster, self._spec = cluster, specs[0]
+        self._client_key = KeyPair.load(context.runtime_dir / "keys" / "client.key").public.decode()
         self._waker = Waker()
-        selector.register(self._waker.fd, selectors.EVENT_READ, self._on_answer)
+        context.selector.register(self._waker.fd, selectors.EVENT_READ, self._on_answer)
         self._actor: Any = None  # of this life
         self._place: Any = None
         self._answers: dict[str, Future[Any]] = {}  # of each method that was called, until it is taken
         self._phase = "place"
-        self._is_ready = self._was_ready = self._stopping = False  # this life is; one was
+        self._is_ready = False  # this life is
         self._restarts = 0  # of all lives before this actor's
-        self._spawn_at = self._ready_by = self._kill_at = self._silent_at = math.inf
+        self._silent_at = math.inf
 
     def spawn(self) -> None:
-        """Create an actor, which starts a life."""
         self._spawn_at = self._silent_at = math.inf
         self._ready_by = time.monotonic() + self._limits.ready
         self._phase, self._restarts = "place", self.entries[0].restarts
@@ -258,7 +242,6 @@ class RayGroup:
             self._lost(f"Ray took no actor: {error}")
 
     def stop(self, drain: float) -> None:
-        """See Group.stop."""
         self._stopping, self._spawn_at = True, math.inf
         if self._actor is None or self._silent_at == math.inf:  # nowhere, or still looked for room for
             self._drop()
@@ -274,12 +257,11 @@ class RayGroup:
             with contextlib.suppress(Exception):
                 wait([self._ask("stop", 0.0)], self._limits.grace)
         self._drop()
-        self._selector.unregister(self._waker.fd)
+        self._context.selector.unregister(self._waker.fd)
         self._waker.close()
         self._cluster.leave()
 
     def tick(self) -> None:
-        """Deadlines, and the next question; call it every stall.TICK_SECONDS."""
         now = time.monotonic()
         if self._actor is None:
             if now >= self._spawn_at:
@@ -297,10 +279,6 @@ class RayGroup:
             self._died(Cause("engine_dead", message, self._phase), for_good=True)
         elif "entries" not in self._answers:
             self._ask("entries")
-
-    @property
-    def state(self) -> str:
-        return self.entries[0].state
 
     def _ask(self, method: str, *args: Any) -> Future[Any]:
         future: Future[Any] = getattr(self._actor, method).remote(*args).future()
@@ -336,7 +314,7 @@ class RayGroup:
         self._silent_at = time.monotonic() + SILENT_SECONDS
         self._phase = answer["phase"]
         if not self._is_ready:
-            self._on_phase(self.entries[0].index, self._phase, answer["fraction"])
+            self._context.on_phase(self.entries[0].index, self._phase, answer["fraction"])
         elif answer["state"] == "stopped" and not self._stopping:
             self._lost("its supervisor has ended")
         else:

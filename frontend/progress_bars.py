@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tqdm.std import tqdm
@@ -12,19 +14,9 @@ from tqdm.std import tqdm
 from wavecore.frontend.outputs import RequestOutput
 from wavecore.transport.wire.checks import OF_REQUEST
 
-# Phases of a start in their order: in words, and the percent at which each begins and ends. A start may leave some out.
-PHASES = {
-    "fetch": ("fetching the model", 2, 20),
-    "import": ("importing torch", 20, 35),
-    "device": ("starting the device", 35, 40),
-    "load": ("loading weights", 40, 75),
-    "tables": ("allocating tables", 75, 76),
-    "warm_up": ("running the largest steps", 76, 95),
-    "compile": ("compiling kernels", 76, 95),
-    "graphs": ("reserving CUDA graphs", 95, 96),
-    "kv_cache": ("sizing the KV cache", 96, 97),
-    "bind": ("binding", 97, 100),
-}
+PHASES: dict[str, tuple[str, int, int]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+"""Phases of a start in their order: in words, and the percent at which each begins and ends. A start may leave some
+out."""
 
 UseTqdm = bool | Callable[..., Any]
 """Whether a batch shows its progress; a function makes the bar, as `tqdm` does."""

@@ -92,41 +92,17 @@ class PeerBuffers:
         if not rows:
             return
         block = triton.next_power_of_2(hidden)
-        _all_reduce[(min(rows, CHANNELS),)](
-            self.buffers,
-            x,
-            normed,
-            *norm,
-            rows,
-            hidden,
-            RANK=self.rank,
-            RANKS=len(self.buffers),
-            CHANNELS=CHANNELS,
-            AREA=self.area,
-            BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
-            **early(x.device),
-        )
+        ranks = {"RANK": self.rank, "RANKS": len(self.buffers), "CHANNELS": CHANNELS, "AREA": self.area}
+        options = {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16), **early(x.device)}
+        _all_reduce[(min(rows, CHANNELS),)](self.buffers, x, normed, *norm, rows, hidden, **ranks, **options)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _all_reduce(
-    buffers,
-    x_ptr,
-    normed_ptr,
-    residual_ptr,
-    weight_ptr,
-    eps,
-    weight_offset,
-    rows,
-    hidden,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    AREA: tl.constexpr,
-    BLOCK: tl.constexpr,
+    buffers, x_ptr, normed_ptr, residual_ptr, weight_ptr, eps, weight_offset, rows, hidden,
+    RANK: tl.constexpr, RANKS: tl.constexpr, CHANNELS: tl.constexpr, AREA: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """A program handles each `CHANNELS`th row; its rows lie one after the other in its area.
 
     d [BLOCK]   places in a row, `hidden` of them real

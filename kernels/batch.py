@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,7 @@ class Batch:
     shared: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchBuffers:
+class BatchBuffers(NamedTuple):
     """Static memory that `prepare_batch` fills, large enough for every bucket. Fields as in `Batch`."""
 
     token_ids: Tensor

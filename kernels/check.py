@@ -32,10 +32,8 @@ def check_op(name: str, fn: Callable[..., Any], twin: Callable[..., Any], like: 
     except DidNotRun as error:
         raise DidNotRun(f"{name}: with {like.dtype} on {like.device} {error}") from error.__cause__
     if complaint is not None:
-        raise ValueError(
-            f"{name}: the function does not do what {twin.__module__}.{name} does with {like.dtype} on "
-            f"{like.device}: {complaint}"
-        )
+        with_what = f"{twin.__module__}.{name} does with {like.dtype} on {like.device}"
+        raise ValueError(f"{name}: the function does not do what {with_what}: {complaint}")
 
 
 def compare(fn: Callable[..., Any], twin: Callable[..., Any], args: tuple[Any, ...]) -> str | None:

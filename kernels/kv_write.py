@@ -35,57 +35,22 @@ def qk_norm_rope_kv_write(
     assert (q_norm is None) == (k_norm is None)
     q = qkv.new_empty(tokens, num_heads, dim)
     if tokens:
-        _norm_rope_write[(tokens, triton.cdiv(heads, HEADS_PER_PROGRAM))](
-            qkv,
-            q_norm if q_norm is not None else qkv,
-            k_norm if k_norm is not None else qkv,
-            eps,
-            weight_offset,
-            cos_sin,
-            batch.positions,
-            batch.kv_slots,
-            q,
-            kv_cache,
-            layer,
-            num_layers,
-            HAS_NORM=q_norm is not None,
-            HQ=num_heads,
-            HKV=num_kv_heads,
-            DIM=dim,
-            ROT=cos_sin.shape[1],
-            KV_BLOCK=block_size,
-            BLOCK_H=HEADS_PER_PROGRAM,
-            BLOCK_D=triton.next_power_of_2(dim),
-            num_warps=2,
-            **early(qkv.device),
-        )
+        grid = tokens, triton.cdiv(heads, HEADS_PER_PROGRAM)
+        read = q_norm, k_norm, eps, weight_offset, cos_sin, batch.positions, batch.kv_slots
+        sizes = {"HQ": num_heads, "HKV": num_kv_heads, "DIM": dim, "ROT": cos_sin.shape[1], "KV_BLOCK": block_size}
+        blocks = {"BLOCK_H": HEADS_PER_PROGRAM, "BLOCK_D": triton.next_power_of_2(dim), "num_warps": 2}
+        written = q, kv_cache, layer, num_layers
+        _norm_rope_write[grid](qkv, *read, *written, **sizes, **blocks, **early(qkv.device))
     return q
 
 
 @triton.jit(do_not_specialize=["layer", "num_layers"])
 def _norm_rope_write(
-    qkv_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    eps,
-    weight_offset,
-    cos_sin_ptr,
-    positions_ptr,
-    kv_slots_ptr,
-    q_ptr,
-    cache_ptr,
-    layer,
-    num_layers,
-    HAS_NORM: tl.constexpr,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    DIM: tl.constexpr,
-    ROT: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    qkv_ptr, q_norm_ptr, k_norm_ptr, eps, weight_offset, cos_sin_ptr, positions_ptr, kv_slots_ptr, q_ptr, cache_ptr,
+    layer, num_layers,
+    HQ: tl.constexpr, HKV: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, KV_BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A program (token, BLOCK_H of its heads) handles values x [BLOCK_H, BLOCK_D].
 
     head [BLOCK_H, 1]     counts the heads as they lie in qkv: HQ of queries, then HKV of keys, then HKV of values
@@ -105,7 +70,7 @@ def _norm_rope_write(
     raw = tl.load(row + d, mask=inside, other=0.0)
     x = raw.to(tl.float32)
     y = tl.load(row + partner, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if q_norm_ptr is not None:
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
         x *= scale * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, d, DIM, weight_offset)
         y *= scale * _norm_weight(q_norm_ptr, k_norm_ptr, is_q, partner, DIM, weight_offset)

@@ -21,8 +21,7 @@ def add_rms_norm(
     normed = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     if tokens:
-        added = x if residual is None else residual
-        _launch(x, added, weight, normed, total, None, eps, weight_offset, residual is not None)
+        _launch(x, residual, weight, normed, None if residual is None else total, None, eps, weight_offset)
     return normed, total
 
 
@@ -33,54 +32,22 @@ def gather_add_rms_norm(
     assert x.is_contiguous() and residual.is_contiguous() and out.is_contiguous() and residual.shape == x.shape
     assert out.shape == (len(index), x.shape[1]) and weight.shape == x.shape[1:]
     if len(index):
-        _launch(x, residual, weight, out, None, index, eps, weight_offset, True)
+        _launch(x, residual, weight, out, None, index, eps, weight_offset)
 
 
-def _launch(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    normed: Tensor,
-    total: Tensor | None,
-    index: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    has_residual: bool,
-) -> None:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, *more: Tensor | float | None) -> None:
+    """`more` as the kernel takes it: total, index, eps and weight_offset."""
     rows, hidden = normed.shape
     block = triton.next_power_of_2(hidden)
-    _add_rms_norm[(rows,)](
-        x,
-        residual,
-        weight,
-        normed,
-        total,
-        index,
-        hidden,
-        eps,
-        weight_offset,
-        HAS_RESIDUAL=has_residual,
-        BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
-        **early(x.device),
-    )
+    options = {"num_warps": min(max(block // 512, 1), 16), **early(x.device)}
+    _add_rms_norm[(rows,)](x, residual, weight, normed, *more, hidden, BLOCK=block, **options)
 
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    normed_ptr,
-    total_ptr,
-    index_ptr,
-    hidden,
-    eps,
-    weight_offset,
-    HAS_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, index_ptr, eps, weight_offset, hidden,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A program (row of the result) handles the whole vector of the token that `index` names, without it of token row.
 
     d [BLOCK]   places in the vector, `hidden` of them real
@@ -94,7 +61,7 @@ def _add_rms_norm(
     d = tl.arange(0, BLOCK)
     inside = d < hidden
     x = tl.load(x_ptr + base + d, mask=inside, other=0.0)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + base + d, mask=inside, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         if total_ptr is not None:

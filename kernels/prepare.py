@@ -17,9 +17,8 @@ def update_block_table(block_table: Tensor, changes: Tensor) -> None:
     """See `reference.layers.update_block_table`; how many changes there are, only the device knows."""
     assert block_table.stride(1) == 1 and changes.is_contiguous()
     room = len(changes) // 3
-    _update_block_table[(triton.cdiv(room, CHANGES_AT_ONCE),)](
-        block_table, block_table.stride(0), changes, BLOCK=CHANGES_AT_ONCE
-    )
+    grid = (triton.cdiv(room, CHANGES_AT_ONCE),)
+    _update_block_table[grid](block_table, block_table.stride(0), changes, BLOCK=CHANGES_AT_ONCE)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -41,54 +40,20 @@ def prepare_batch(
     assert token_table.stride(1) == 1 and block_table.stride(1) == 1
     assert width <= buffers.block_tables.shape[1]
     token_programs = triton.cdiv(tokens, BLOCK)
-    _prepare[(token_programs + count,)](
-        rows.slots,
-        rows.starts,
-        rows.query_start,
-        token_table,
-        token_table.stride(0),
-        block_table,
-        block_table.stride(0),
-        buffers.token_ids,
-        buffers.positions,
-        buffers.kv_slots,
-        buffers.seq_lens,
-        buffers.block_tables,
-        buffers.block_tables.stride(0),
-        buffers.sample_index,
-        count,
-        tokens,
-        token_programs,
-        count.bit_length(),
-        KV_BLOCK=block_size,
-        BLOCK=BLOCK,
-    )
+    planned = rows.slots, rows.starts, rows.query_start
+    slots = token_table, token_table.stride(0), block_table, block_table.stride(0)
+    written = buffers, buffers.block_tables.stride(0)
+    counts = count, tokens, token_programs, count.bit_length()
+    _prepare[(token_programs + count,)](*planned, *slots, *written, *counts, KV_BLOCK=block_size, BLOCK=BLOCK)
     return buffers.view(rows)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "token_programs", "search_steps"])
 def _prepare(
-    slots_ptr,
-    starts_ptr,
-    query_start_ptr,
-    token_table_ptr,
-    token_stride,
-    block_table_ptr,
-    block_stride,
-    token_ids_ptr,
-    positions_ptr,
-    kv_slots_ptr,
-    seq_lens_ptr,
-    row_tables_ptr,
-    row_stride,
-    sample_index_ptr,
-    num_rows,
-    num_tokens,
-    token_programs,
-    search_steps,
-    KV_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    slots_ptr, starts_ptr, query_start_ptr, token_table_ptr, token_stride, block_table_ptr, block_stride, buffers,
+    row_stride, num_rows, num_tokens, token_programs, search_steps,
+    KV_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The first `token_programs` programs take BLOCK tokens each and find their rows; the others take one row each.
 
     slot indexes the tables of the engine (a request's row in them), row those of the batch.
@@ -113,20 +78,20 @@ def _prepare(
         slot = tl.load(slots_ptr + low, mask=real, other=0).to(tl.int64)
         ids = tl.load(token_table_ptr + slot * token_stride + position, mask=real, other=0)
         block = tl.load(block_table_ptr + slot * block_stride + position // KV_BLOCK, mask=real, other=0).to(tl.int64)
-        tl.store(token_ids_ptr + token, ids, mask=inside)
-        tl.store(positions_ptr + token, position, mask=inside)
-        tl.store(kv_slots_ptr + token, tl.where(real, block * KV_BLOCK + position % KV_BLOCK, -1), mask=inside)
+        tl.store(buffers.token_ids + token, ids, mask=inside)
+        tl.store(buffers.positions + token, position, mask=inside)
+        tl.store(buffers.kv_slots + token, tl.where(real, block * KV_BLOCK + position % KV_BLOCK, -1), mask=inside)
     else:
         row = program - token_programs
         begin = tl.load(query_start_ptr + row)
         after = tl.load(query_start_ptr + row + 1)
         length = tl.where(after > begin, tl.load(starts_ptr + row) + after - begin, 0)
-        tl.store(seq_lens_ptr + row, length)
-        tl.store(sample_index_ptr + row, tl.where(after > begin, after - 1, 0).to(tl.int64))
+        tl.store(buffers.seq_lens + row, length)
+        tl.store(buffers.sample_index + row, tl.where(after > begin, after - 1, 0).to(tl.int64))
         row_slot = tl.maximum(tl.load(slots_ptr + row), 0).to(tl.int64)
         blocks = (length + KV_BLOCK - 1) // KV_BLOCK
         for first in range(0, blocks, BLOCK):
             column = first + lane
             used = column < blocks
             entries = tl.load(block_table_ptr + row_slot * block_stride + column, mask=used, other=0)
-            tl.store(row_tables_ptr + row.to(tl.int64) * row_stride + column, entries, mask=used)
+            tl.store(buffers.block_tables + row.to(tl.int64) * row_stride + column, entries, mask=used)

@@ -16,18 +16,8 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     assert x.shape == (1, inner) and x.is_contiguous() and weight.is_contiguous()
     out = x.new_empty(1, columns)
     block_n, block_k, warps = row_shape(inner)
-    _row_linear[(triton.cdiv(columns, block_n),)](
-        x,
-        weight,
-        bias,
-        out,
-        columns,
-        INNER=inner,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=warps,
-        **early(x.device),
-    )
+    shape = {"INNER": inner, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps}
+    _row_linear[(triton.cdiv(columns, block_n),)](x, weight, bias, out, columns, **shape, **early(x.device))
     return out
 
 
@@ -42,16 +32,9 @@ def row_shape(inner: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _row_linear(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    columns,
-    INNER: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, out_ptr, columns,
+    INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A program writes BLOCK_N columns of the result. Its first weights are on their way before the row is there."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

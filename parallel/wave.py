@@ -72,17 +72,9 @@ class Wave:
     """
 
     __slots__ = (
-        "_voted_work",
-        "agreements",
-        "captures",
-        "draining",
-        "left",
-        "number",
-        "paused",
-        "running",
-        "settling",
-        "wishes",
-    )
+        "_voted_work", "agreements", "captures", "draining", "left",
+        "number", "paused", "running", "settling", "wishes",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.agreements = self.number = self.wishes = 0

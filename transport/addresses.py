@@ -24,11 +24,9 @@ def parse_address(address: str) -> str:
         path = address.removeprefix("ipc://")
         if not path.startswith("/"):
             raise ConfigError(f"address {address!r}: an ipc path must be absolute")
-        if len(os.fsencode(path)) > MAX_IPC_PATH:
-            raise ConfigError(
-                f"address {address!r}: the path has {len(os.fsencode(path))} bytes, the system allows {MAX_IPC_PATH}: "
-                "choose a shorter runtime directory"
-            )
+        if (size := len(os.fsencode(path))) > MAX_IPC_PATH:
+            reason = f"the path has {size} bytes, the system allows {MAX_IPC_PATH}: choose a shorter runtime directory"
+            raise ConfigError(f"address {address!r}: {reason}")
         return "ipc"
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})", address)
     if match is None or int(match[2]) > 65535:
@@ -73,6 +71,5 @@ def check_interface(address: str) -> None:
         with socket.socket(family) as probe:
             probe.bind((host, 0))
     except OSError as error:
-        raise ResourceError(
-            f"address {address}: {error}; name an interface of this machine (see `ip address`) as tcp://HOST"
-        ) from error
+        way_out = "name an interface of this machine (see `ip address`) as tcp://HOST"
+        raise ResourceError(f"address {address}: {error}; {way_out}") from error

@@ -33,10 +33,9 @@ def check_headroom(what: str, num_descriptors: int, num_threads: int) -> None:
     """
     free, limit = descriptors()
     if free < num_descriptors:
-        raise ResourceError(
-            f"{what} needs {num_descriptors} file descriptors, and of this process's {limit} only {free} are free: "
-            "close clients or files that are not needed, or raise `ulimit -n`"
-        )
+        needs = f"{num_descriptors} file descriptors, and of this process's {limit} only {free} are free"
+        way_out = "close clients or files that are not needed, or raise `ulimit -n`"
+        raise ResourceError(f"{what} needs {needs}: {way_out}")
     release = threading.Event()
     probes = [threading.Thread(target=release.wait, daemon=True) for _ in range(num_threads)]
     try:
@@ -55,7 +54,7 @@ def start_thread(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        raise ResourceError(
-            f"the thread {thread.name!r} cannot be started: this user or container has as many processes and threads "
-            "as it may (`ulimit -u`, or the container's limit of processes); end some, or raise the limit"
-        ) from error
+        why = "this user or container has as many processes and threads as it may"
+        limit = "`ulimit -u`, or the container's limit of processes"
+        reason = f"the thread {thread.name!r} cannot be started: {why} ({limit}); end some, or raise the limit"
+        raise ResourceError(reason) from error

@@ -16,7 +16,7 @@ import timeit
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
 
@@ -129,7 +129,7 @@ class ModelRunner:
         return self.model.spec.kv_values_per_token * self.info.block_size * self.model.embedding.dtype.itemsize
 
     def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> PendingStep:
-        """Begin a step, see `plan.LockstepRunner`. Steps are waited for in launch order; at most two are in flight.
+        """Begin a step, see `plan.Runner`. Steps are waited for in launch order; at most two are in flight.
 
         Raises:
             OutOfMemory: the device cannot hold the step.
@@ -242,14 +242,8 @@ class ModelRunner:
             x and residual [T, hidden] as from `Decoder.forward`.
         """
         state, model, views = self.state, self.model, self.state.input.rows(bucket.rows)
-        rows = StepRows(
-            slots=views.slots,
-            starts=views.starts,
-            query_start=views.query_start,
-            num_decode_rows=bucket.num_decode_rows,
-            max_query_len=bucket.max_query_len,
-            bucket_tokens=bucket.tokens,
-        )
+        sizes = bucket.num_decode_rows, bucket.max_query_len, bucket.tokens
+        rows = StepRows(views.slots, views.starts, views.query_start, *sizes)
         ops.update_block_table(state.block_table, state.input.changes)
         batch = ops.prepare_batch(rows, state.token_table, state.block_table, self.info.block_size, self.buffers)
         x = model.embed(batch.token_ids)
@@ -266,15 +260,10 @@ class ModelRunner:
 
     def sampling_rows(self, rows: int, truncates: bool, edits: bool) -> SamplingRows:
         """What sampling reads and writes of a step of so many rows; the same tensors for each."""
-        views, out = self.state.input.rows(rows), self.out
-        return self.state.sampling.rows(
-            truncates,
-            edits,
-            slots=views.sample_slots,
-            positions=views.positions,
-            tokens=out.tokens[:rows],
-            faults=out.faults[:rows],
-        )
+        views = self.state.input.rows(rows)
+        written = {"tokens": self.out.tokens[:rows], "faults": self.out.faults[:rows]}
+        read = {"slots": views.sample_slots, "positions": views.positions}
+        return self.state.sampling.rows(truncates, edits, **read, **written)
 
     def wants_capture(self, uses: int) -> bool:
         return self.graphs.wanted(uses) or (uses == 1 and bool(self.unmet))
@@ -331,12 +320,11 @@ class ModelRunner:
         """Bytes by use: weights, KV cache, tables and vectors of steps and slots, pools of sampling options, the
         host's KV cache; on CUDA also what torch's allocator holds."""
         weights = {t.data_ptr(): t.nbytes for t in self.model.tensors()}
-        buffers = [getattr(self.buffers, field.name) for field in fields(self.buffers)]
         stats = {
             "weights_bytes": sum(weights.values()),
             "kv_cache_bytes": self.kv_cache.nbytes,
             "host_kv_cache_bytes": self.host_kv_cache.nbytes,
-            "tables_bytes": sum(t.nbytes for t in (*buffers, *self.state.tensors(), self.out.vector, self.hidden)),
+            "tables_bytes": sum(t.nbytes for t in (*self.buffers, *self.state.tensors(), self.out.vector, self.hidden)),
             "sampling_bytes": sum(t.nbytes for t in self.state.sampling.tensors()),
         }
         if self.device.type == "cuda":

@@ -53,8 +53,6 @@ import numpy.typing as npt
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import (
-    F32,
-    LeastSize,
     NewRequest,
     OutOfMemory,
     RequestFault,
@@ -116,7 +114,7 @@ class Script:
 
 
 class ScriptedRunner:
-    """Implements `plan.LockstepRunner`.
+    """Implements `plan.Runner`.
 
     Args:
         group: shared with the workers, or with ranks in lockstep, if there are any.
@@ -161,7 +159,7 @@ class ScriptedRunner:
         self.transferred = -1
         self.device_free = 0.0  # when the made-up device is done with what was waited for
 
-    def launch(self, plan: StepPlan | None, least: LeastSize | None = None) -> _Pending:  # noqa: ARG002 (pads nothing)
+    def launch(self, plan: StepPlan | None, least: object = None) -> _Pending:  # noqa: ARG002 (pads nothing)
         if plan is not None and plan.step_id in self.faults.get("oom_at_launches", ()):
             self.queue.clear()
             raise OutOfMemory("the scripted model was told to have no memory for this step")
@@ -179,7 +177,7 @@ class ScriptedRunner:
     def wants_capture(self, uses: int) -> bool:  # noqa: ARG002 (the interface)
         return False
 
-    def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:  # noqa: ARG002 (the interface)
+    def attention_map(self, prompt: list[int], layer: int, head: int) -> Never:  # noqa: ARG002 (the interface)
         raise NotSupportedError("a scripted model has no attention")
 
     def check_weights(self, folder: str) -> None:  # noqa: ARG002 (the interface)
@@ -230,7 +228,7 @@ class ScriptedRunner:
         faults = np.zeros(len(rows), np.uint8)
         logprobs: dict[int, RowLogprobs] = {}
         prompt_logprobs: dict[int, RowLogprobs] = {}
-        pooled: dict[int, F32] = {}
+        pooled: dict[int, npt.NDArray[np.float32]] = {}
         for i, (slot, start, length) in enumerate(rows):
             request = self._at(slot)
             end = start + length

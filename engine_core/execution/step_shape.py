@@ -33,12 +33,8 @@ class Bucket(NamedTuple):
     max_query_len: int
 
     def at_least(self, least: LeastSize) -> Bucket:
-        return Bucket(
-            max(self.tokens, least.tokens),
-            max(self.rows, least.rows),
-            self.num_decode_rows,
-            max(self.max_query_len, least.max_query_len),
-        )
+        names = "tokens", "rows", "max_query_len"
+        return self._replace(**{name: max(getattr(self, name), getattr(least, name)) for name in names})
 
 
 class Buckets:
@@ -80,7 +76,7 @@ class StepShape:
 
     Args:
         buckets: None pads nothing.
-        least: of a step in lockstep, which has at least a padding row; see `LockstepRunner.launch`. Above the largest
+        least: of a step in lockstep, which has at least a padding row; see `Runner.launch`. Above the largest
             padded size each rank's step has its own size, and none a graph.
         exchanges: the ranks exchange their tokens, so their steps are of one size whatever it is, on any device.
 

@@ -18,15 +18,7 @@ from wavecore.engine_core.loop.admission import check_room, request_from_add
 from wavecore.engine_core.loop.recovery import recover
 from wavecore.engine_core.loop.stats import Stats
 from wavecore.engine_core.loop.utilities import Utilities
-from wavecore.engine_core.plan import (
-    UPDATE_SECONDS,
-    OutOfMemory,
-    PendingStep,
-    RequestFault,
-    Runner,
-    StepPlan,
-    StepResult,
-)
+from wavecore.engine_core.plan import UPDATE_SECONDS, PendingStep, Runner, StepFault, StepPlan, StepResult
 from wavecore.engine_core.request import Request
 from wavecore.engine_core.scheduling.pace import Pace
 from wavecore.engine_core.scheduling.requests import Requests
@@ -178,7 +170,7 @@ class EngineCore:
         try:
             self.in_flight.append((plan, start(plan), self._clock()))
             self._expect(self.pace.token_seconds * sum(plan.num_tokens for plan, *_ in self.in_flight))
-        except (RequestFault, OutOfMemory) as fault:
+        except StepFault as fault:
             self._recover(fault, plan)
 
     def wait(self) -> tuple[StepPlan, StepResult] | None:
@@ -188,7 +180,7 @@ class EngineCore:
         plan, pending, launched = self.in_flight.popleft()
         try:
             result = pending.wait()
-        except (RequestFault, OutOfMemory) as fault:
+        except StepFault as fault:
             self._recover_begun(fault, plan)
             return None
         if plan.num_rows:
@@ -216,11 +208,11 @@ class EngineCore:
         self._expect(0.0)
         self.requests.reset_prefix_cache()
 
-    def _recover(self, fault: RequestFault | OutOfMemory, failed: StepPlan) -> None:
+    def _recover(self, fault: StepFault, failed: StepPlan) -> None:
         self.in_flight.clear()
         recover(fault, failed, self.requests, self.scheduler.budget, self.runner.info)
 
-    def _recover_begun(self, fault: RequestFault | OutOfMemory, failed: StepPlan) -> None:
+    def _recover_begun(self, fault: StepFault, failed: StepPlan) -> None:
         """A step failed that had been launched."""
         self._recover(fault, failed)
 

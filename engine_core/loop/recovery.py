@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from wavecore.engine_core.plan import LOGPROB_CHUNK, OutOfMemory, RequestFault, RunnerInfo, StepPlan
+from wavecore.engine_core.plan import LOGPROB_CHUNK, OutOfMemory, RequestFault, RunnerInfo, StepFault, StepPlan
 from wavecore.engine_core.request import Request, State
 from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.step_budget import StepBudget
@@ -17,9 +17,7 @@ SMALL_STEP = 256  # tokens; of a larger step its own size is the first suspect
 Row = tuple[Request, int, bool]  # request, query length, whether it samples
 
 
-def recover(
-    fault: RequestFault | OutOfMemory, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo
-) -> None:
+def recover(fault: StepFault, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo) -> None:
     """A step failed, and the runner dropped every step in flight: end the request at fault and queue the others."""
     alone = isinstance(fault, OutOfMemory) and failed.num_tokens == 1  # tried again and again: nothing new
     logger.log(logging.DEBUG if alone else logging.ERROR, "a step failed: %s", fault)
@@ -34,8 +32,8 @@ def recover(
 
 
 def _at_fault(
-    fault: OutOfMemory, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo
-) -> tuple[Request | None, OutOfMemory]:
+    fault: StepFault, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo
+) -> tuple[Request | None, StepFault]:
     """Steps become smaller; who must end, and what to tell its client.
 
     Nobody in the first burst of failures, and while steps are large. Then whose rare options need most: a guess.
@@ -67,14 +65,11 @@ def most_demanding(rows: list[Row], info: RunnerInfo) -> tuple[Request, str] | N
 def _extra_bytes(request: Request, query_len: int, samples: bool, info: RunnerInfo) -> dict[str, int]:
     """About what each rare option of a row takes beside a plain row: two float32 copies of logits, or hidden states."""
     params, states, logits = request.params, 4 * info.hidden_size * query_len, 8 * info.vocab_size
+    chunk = min(query_len, LOGPROB_CHUNK)
     needs = (
         ("prompt_embeds", request.prompt_embeds is not None, states),
         ("pooling", request.options.pooling, states),
-        (
-            "prompt_logprobs",
-            params.prompt_logprobs is not None and query_len > 1,
-            logits * min(query_len, LOGPROB_CHUNK),
-        ),
+        ("prompt_logprobs", params.prompt_logprobs is not None and query_len > 1, logits * chunk),
         ("logprobs", params.logprobs is not None and samples, logits),
     )
     return {name: size for name, asked, size in needs if asked}

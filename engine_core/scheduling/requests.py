@@ -33,7 +33,13 @@ from wavecore.transport.wire.messages import FinishReason, Load
 
 logger = logging.getLogger(__name__)
 
-DEADLINES = ("timeout", "queue_timeout", "first_token_timeout", "holding")  # what a timer of a request may be for
+LATE = {
+    "timeout": "not done after {age:.3g} s, the request's timeout is {limit} s",
+    "queue_timeout": "waited {age:.3g} s for its first step, limit {limit} s: the engine is busy; try again later",
+    "first_token_timeout": "no token after {age:.3g} s, first_token_timeout is {limit} s",
+    "holding": "held KV blocks for {limit} s, limit max_holding_seconds",
+}
+"""What a timer of a request may be for, and what is told when it rings."""
 
 
 @dataclass(slots=True)
@@ -183,15 +189,8 @@ class Requests:
         if allocated.loading:
             request.state = State.LOADING
             s.stop(slot)
-        return NewRequest(
-            slot=slot,
-            token_ids=request.tokens,
-            num_prompt=request.num_prompt,
-            params=request.params,
-            choice=request.choice,
-            prompt_embeds=request.prompt_embeds,
-            pooling=request.options.pooling or "",
-        )
+        more = request.choice, request.prompt_embeds, request.options.pooling or ""
+        return NewRequest(slot, request.tokens, request.num_prompt, request.params, *more)
 
     def land(self, step_id: int) -> None:
         """Transfers of plans up to `step_id` are done, or all further plans run behind them: loaded requests run."""
@@ -266,7 +265,7 @@ class Requests:
             num_tokens = int(self.slots.known[request.slot]) - request.num_prompt - request.options.emitted
             self.histograms.answered(request, float(self.slots.last_token_at[request.slot]), num_tokens, self.clock())
         self._forget(request)
-        for which in DEADLINES:
+        for which in LATE:
             self.stop_timer(request, which)
         if request.queued:
             self.waiting.remove(request)
@@ -302,15 +301,8 @@ class Requests:
             if request.state is State.ENDED:
                 continue  # two of its deadlines passed at once
             age = self.clock() - request.arrival
-            message = {
-                "timeout": f"not done after {age:.3g} s, the request's timeout is {request.options.timeout} s",
-                "first_token_timeout": f"no token after {age:.3g} s, first_token_timeout is "
-                f"{request.options.first_token_timeout} s",
-                "queue_timeout": f"waited {age:.3g} s for its first step, limit {request.options.queue_timeout} s: the "
-                "engine is busy; try again later",
-                "holding": f"held KV blocks for {self.max_holding} s, limit max_holding_seconds",
-            }[which]
-            self.end(request, FinishReason.TIMEOUT, RequestTimeout(message))
+            limit = self.max_holding if which == "holding" else getattr(request.options, which)
+            self.end(request, FinishReason.TIMEOUT, RequestTimeout(LATE[which].format(age=age, limit=limit)))
 
     def _start_timer(self, request: Request, which: str, seconds: float | None) -> None:
         if seconds is not None:

@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.plan import I32, Index, NewRequest, RunnerInfo, StepPlan, int_table, room_for_many
+from wavecore.engine_core.plan import I32, TABLES, Index, NewRequest, RunnerInfo, StepPlan, int_table, room_for_many
 from wavecore.engine_core.request import Request
 from wavecore.engine_core.scheduling.pace import Pace
 from wavecore.engine_core.scheduling.requests import Requests
@@ -286,19 +287,9 @@ class Scheduler:
         events = self.kv.take_events()
         new_requests, self._new_requests = tuple(self._new_requests), []
         self.requests.totals.steps += 1
-        return StepPlan(
-            step_id=events.step_id,
-            slots=slots,
-            starts=starts,
-            query_lens=lens,
-            samples=samples,
-            new_requests=new_requests,
-            swap_out=int_table(events.swap_out, 2),
-            swap_in=int_table(events.swap_in, 2),
-            copies=int_table(events.copies, 2),
-            table=int_table(events.table, 3),
-            after=self.kv.transfers.after,
-        )
+        tables: dict[str, Any] = {name: int_table(getattr(events, name), width) for name, width in TABLES.items()}
+        after = self.kv.transfers.after
+        return StepPlan(events.step_id, slots, starts, lens, samples, new_requests, **tables, after=after)
 
     def _count_prompt(self, slot: int, length: int, end: int, whole: bool) -> None:
         """A row of a prompt, or of a resumed sequence, is planned."""

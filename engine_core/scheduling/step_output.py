@@ -6,7 +6,7 @@ few rows have to say beside their token. Tensors among them are lists of frames,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,8 @@ from wavecore.transport.wire.tensors import from_numpy
 RowExtras = dict[str, Any]
 
 
-class _End(NamedTuple):
-    """A request ended without a token of its own."""
-
-    handle: int
-    finish: FinishReason
-    extras: RowExtras
+_End = tuple[int, FinishReason, RowExtras]
+"""A request ended without a token of its own: its handle, how, and what is told."""
 
 
 class Outputs:
@@ -46,7 +42,7 @@ class Outputs:
 
     def end(self, client: bytes, handle: int, finish: FinishReason, extras: RowExtras) -> None:
         """A request ended without a token of its own."""
-        self._ends.setdefault(client, []).append(_End(handle, finish, extras))
+        self._ends.setdefault(client, []).append((handle, finish, extras))
 
     def take(self, clients: list[bytes]) -> dict[bytes, StepTokens]:
         """Everything collected; `clients` names the client numbers of the rows."""
@@ -81,12 +77,10 @@ class Outputs:
 def _ended(ends: list[_End]) -> StepTokens:
     """A row without a token for each."""
     frames: list[TensorFrame] = []
-    extras = {i: _with_frames(end.extras, frames) for i, end in enumerate(ends) if end.extras}
-    handles, finish = (
-        np.array([end.handle for end in ends], np.uint32),
-        np.array([end.finish for end in ends], np.uint8),
-    )
-    return StepTokens(handles, np.zeros_like(handles), np.zeros(0, np.int32), finish, extras, tuple(frames))
+    handles, finish, told = zip(*ends, strict=True)
+    extras = {i: _with_frames(extra, frames) for i, extra in enumerate(told) if extra}
+    rows, codes = np.array(handles, np.uint32), np.array(finish, np.uint8)
+    return StepTokens(rows, np.zeros_like(rows), np.zeros(0, np.int32), codes, extras, tuple(frames))
 
 
 def _with_frames(extras: RowExtras, frames: list[TensorFrame]) -> RowExtras:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Never
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.plan import LockstepRunner
+from wavecore.engine_core.plan import Runner
 from wavecore.engine_core.startup.compilation import compiler_beside
 from wavecore.transport.processes.group_memory import GroupMemory
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def make_runner(
     config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None = None
-) -> LockstepRunner:
+) -> Runner:
     """Load `config.model` for the first rank of an engine, or its only one.
 
     Args:

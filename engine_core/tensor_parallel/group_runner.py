@@ -87,7 +87,7 @@ class WorkerWords:
 
 
 class GroupRunner:
-    """`plan.LockstepRunner` of rank 0.
+    """`plan.Runner` of rank 0.
 
     Args:
         runner: of this rank.

@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.plan import LeastSize, NewRequest, StepPlan
+from wavecore.engine_core.plan import TABLES, LeastSize, NewRequest, StepPlan
 
 Buffer = bytes | memoryview
 HEADER = 13
@@ -30,7 +30,7 @@ AGREED = 4  # of its numbers
 def encode(plan: StepPlan, least: LeastSize | None = None) -> list[Buffer]:
     """The bytes of a plan, and of the least size of its step in lockstep, in pieces."""
     rows = plan.slots, plan.starts, plan.query_lens, plan.samples
-    tables = plan.swap_out, plan.swap_in, plan.copies, plan.table
+    tables = [getattr(plan, name) for name in TABLES]
     new = msgpack.packb([_plain(request) for request in plan.new_requests])
     agreed = (0,) * AGREED if least is None else least
     header = *agreed, plan.step_id, plan.after, plan.captures, plan.num_rows, *map(len, tables), len(new)
@@ -48,26 +48,15 @@ def decode(data: bytes | bytearray) -> tuple[StepPlan, LeastSize | None]:
     header = np.frombuffer(data, np.int64, HEADER).tolist()
     least_rows, least_tokens, longest, eager = header[:AGREED]
     step_id, after, captures, rows, *entries, new_bytes = header[AGREED:]
-    sizes = [rows] * 4 + [n * width for n, width in zip(entries, (2, 2, 2, 3), strict=True)]
+    sizes = [rows] * 4 + [n * width for n, width in zip(entries, TABLES.values(), strict=True)]
     columns = np.frombuffer(data, np.int32, sum(sizes), 8 * HEADER)
-    slots, starts, query_lens, samples, *tables = (columns[a:b] for a, b in pairwise(accumulate(sizes, initial=0)))
-    swap_out, swap_in, copies, table = (t.reshape(-1, width) for t, width in zip(tables, (2, 2, 2, 3), strict=True))
+    slots, starts, query_lens, samples, *flat = (columns[a:b] for a, b in pairwise(accumulate(sizes, initial=0)))
+    tables: dict[str, Any] = {name: table.reshape(-1, TABLES[name]) for name, table in zip(TABLES, flat, strict=True)}
+    row_columns = slots.astype(np.intp), starts, query_lens, samples.astype(np.bool_)
     at = 8 * HEADER + columns.nbytes
     arrays = _Arrays(data, at + new_bytes)
-    plan = StepPlan(
-        step_id,
-        slots.astype(np.intp),
-        starts,
-        query_lens,
-        samples.astype(np.bool_),
-        tuple(arrays.request(fields) for fields in msgpack.unpackb(data[at : at + new_bytes], strict_map_key=False)),
-        swap_out,
-        swap_in,
-        copies,
-        table,
-        after,
-        bool(captures),
-    )
+    new = tuple(map(arrays.request, msgpack.unpackb(data[at : at + new_bytes], strict_map_key=False)))
+    plan = StepPlan(step_id, *row_columns, new, **tables, after=after, captures=bool(captures))
     return plan, LeastSize(least_rows, least_tokens, longest, bool(eager)) if least_rows else None
 
 
@@ -86,15 +75,9 @@ class _Arrays:
 
     def request(self, fields: Sequence[Any]) -> NewRequest:
         slot, ids, num_prompt, params, choice, embeds, pooling = fields
-        return NewRequest(
-            slot,
-            self._next(np.int32, ids),
-            num_prompt,
-            SamplingParams.from_wire(params),
-            choice,
-            None if embeds is None else self._next(np.float32, math.prod(embeds)).reshape(embeds),
-            pooling,
-        )
+        tokens, checked = self._next(np.int32, ids), SamplingParams.from_wire(params)
+        given = None if embeds is None else self._next(np.float32, math.prod(embeds)).reshape(embeds)
+        return NewRequest(slot, tokens, num_prompt, checked, choice, given, pooling)
 
     def _next(self, kind: Any, count: int) -> Any:
         array = np.frombuffer(self._data, kind, count, self._at)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
 import numpy as np
 
-from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.plan import I32
+from wavecore.engine_core.plan import I32, StepPlan
+from wavecore.engine_core.tensor_parallel.plan_codec import encode
 
 
 class StepCheck(NamedTuple):
@@ -46,17 +45,6 @@ class StepCheck(NamedTuple):
         return ""
 
 
-def digest(value: Any) -> bytes:
-    """Of a plan and all that it holds, whether or not the other ranks are sent it."""
-    found = hashlib.blake2b(digest_size=8)
-    if isinstance(value, np.ndarray):
-        found.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
-    elif isinstance(value, SamplingParams):
-        found.update(msgpack.packb(value.to_wire()))
-    elif is_dataclass(value):
-        found.update(b"".join(digest(getattr(value, field.name)) for field in fields(value)))
-    elif isinstance(value, tuple):
-        found.update(b"".join(map(digest, value)))
-    else:
-        found.update(repr(value).encode())
-    return found.digest()
+def digest(plan: StepPlan) -> bytes:
+    """Of all that a plan holds."""
+    return hashlib.blake2b(b"".join(encode(plan)), digest_size=8).digest()

@@ -107,17 +107,8 @@ class Choice:
             self._shown += [self._new_logprobs.popleft() for _ in range(min(len(new), len(self._new_logprobs)))]
             shown = self._shown.copy()
             logprobs = LazyLogprobs([*zip(*shown, strict=True)] or [()], self._decode) if self._lazy else shown
-        output = CompletionOutput(
-            self.index,
-            self._text,
-            self.emitted[:count] if self._keep_all else new,
-            cumulative,
-            logprobs,
-            finish,
-            stop_reason,
-            self.seed,
-            error,
-        )
+        ids, end = self.emitted[:count] if self._keep_all else new, (finish, stop_reason, self.seed, error)
+        output = CompletionOutput(self.index, self._text, ids, cumulative, logprobs, *end)
         self._taken = count
         self.told = finish is not None
         if not self._keep_all:

@@ -18,14 +18,7 @@ import numpy as np
 from wavecore.frontend.client.balance import Balance
 from wavecore.frontend.client.engines import EngineState, Flight, RemoteEngine, Stay
 from wavecore.frontend.client.mailbox import Mailbox, OutputKind, notify
-from wavecore.transport.errors import (
-    EngineDead,
-    RequestError,
-    RequestTimeout,
-    WavecoreError,
-    as_wavecore_error,
-    from_code,
-)
+from wavecore.transport import errors
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.wire.messages import UNTOLD, Abort, FinishReason, Load, Step
 
@@ -61,7 +54,7 @@ class InFlight:
         self._try_to_send([flight], new=True)
         return flight.at is None
 
-    def refuse(self, mailbox: Mailbox, error: WavecoreError) -> None:
+    def refuse(self, mailbox: Mailbox, error: errors.WavecoreError) -> None:
         """End a request that is in nobody's hands yet, or that nobody will hear of again."""
         mailbox.end("error", error)  # first: the child of a fork in between finds it ended, or among the living
         self.live.discard(mailbox)
@@ -118,7 +111,7 @@ class InFlight:
             target = self._balance.choose(flight)
             if target not in free or len(request.prompt) > target.room or target.load + request.size >= engine.load:
                 break
-            with suppress(WavecoreError):  # a request that is refused there stays here
+            with suppress(errors.WavecoreError):  # a request that is refused there stays here
                 self._send(flight, target)
                 flight.left = left
                 self._send_abort(engine, list(left.handles))
@@ -135,7 +128,7 @@ class InFlight:
     def fail_all(self, why: str) -> None:
         """The client ends, and with its goodbye its requests at the engines."""
         for mailbox in self.live.copy() | self._flights.keys():
-            self.refuse(mailbox, RequestError(f"request {mailbox.request.request_id}: {why}"))
+            self.refuse(mailbox, errors.RequestError(f"request {mailbox.request.request_id}: {why}"))
         self._flights.clear()
         self._rows.clear()
         for engine in self._engines:  # which may still report until the goodbye is out
@@ -147,10 +140,10 @@ class InFlight:
 
     # --- when engines die ----------------------------------------------------------------------------------------
 
-    def lose(self, engine: RemoteEngine, error: EngineDead, everything: bool) -> None:
+    def lose(self, engine: RemoteEngine, error: errors.EngineDead, everything: bool) -> None:
         """Send again or fail what was sent over an earlier connection, or over any. A request that was moved away, and
         was perhaps not ended there, shares in the blame, and goes on where it is."""
-        failed: dict[Flight, WavecoreError] = {}
+        failed: dict[Flight, errors.WavecoreError] = {}
         engine.report(UNTOLD)
 
         def is_lost(stay: Stay | None) -> bool:
@@ -171,7 +164,7 @@ class InFlight:
                 failed[flight] = error
             else:
                 who = f"request {mailbox.request.request_id} was in an engine that died for the second time"
-                failed[flight] = EngineDead(f"{who}, may well be the cause, and is not sent again: {error}")
+                failed[flight] = errors.EngineDead(f"{who}, may well be the cause, and is not sent again: {error}")
         self._fail(failed)
         self.send_waiting()
 
@@ -180,7 +173,7 @@ class InFlight:
         self._try_to_send(self._waiting())
 
     def _try_to_send(self, flights: list[Flight], new: bool = False) -> None:
-        failed: dict[Flight, WavecoreError] = {}
+        failed: dict[Flight, errors.WavecoreError] = {}
         for flight in flights:
             engine = self._balance.choose(flight)
             if engine is None:
@@ -188,10 +181,10 @@ class InFlight:
             try:
                 self._send(flight, engine, new)
             except Exception as refused:  # by the wire, or a fault of ours: of this request alone
-                failed[flight] = as_wavecore_error(refused)
+                failed[flight] = errors.as_wavecore_error(refused)
         self._fail(failed)
 
-    def fail_waiting(self, error: WavecoreError | None = None, rank: int | None = None) -> None:
+    def fail_waiting(self, error: errors.WavecoreError | None = None, rank: int | None = None) -> None:
         """No engine will come back, or it takes nothing of this client; or that is so of the one with this rank."""
         lost = [f for f in self._waiting() if rank in (None, f.mailbox.request.options.data_parallel_rank)]
         self._fail({flight: error or flight.lost_by or self.no_engine() for flight in lost})
@@ -203,17 +196,17 @@ class InFlight:
     def fail_overdue(self) -> None:
         """The second level of deadlines: an engine ends a request in time; this is for an engine that says nothing."""
         now = time.monotonic()
-        failed: dict[Flight, WavecoreError] = {}
+        failed: dict[Flight, errors.WavecoreError] = {}
         for flight in [f for f in self._flights.values() if f.deadline < now]:
             silent = "the engine said nothing" if flight.at else f"no engine was up to take it: {self.no_engine()}"
             text = f"request {flight.mailbox.request.request_id}: its timeout passed and {silent}"
-            failed[flight] = RequestTimeout(text)
+            failed[flight] = errors.RequestTimeout(text)
         self._fail(failed)
 
-    def no_engine(self) -> EngineDead:
+    def no_engine(self) -> errors.EngineDead:
         """Why no engine takes a request now."""
         error = next((engine.error for engine in self._engines if engine.error is not None), None)
-        return EngineDead(str(error) if error else "the connection to every engine is broken for now; try again")
+        return errors.EngineDead(str(error) if error else "the connection to every engine is broken for now; try again")
 
     # --- bookkeeping ---------------------------------------------------------------------------------------------
 
@@ -239,17 +232,17 @@ class InFlight:
         if handles and engine.state in (EngineState.UP, EngineState.BROKEN):
             try:
                 self._pump.send(engine.index, Abort(b"", b"", 0, np.array(handles, np.uint32)))
-            except WavecoreError as error:  # gone, or it takes nothing more: its rows come to nobody
+            except errors.WavecoreError as error:  # gone, or it takes nothing more: its rows come to nobody
                 logger.debug("engine %d was not told to abort: %s", engine.index, error)
 
     def _waiting(self) -> list[Flight]:
         return [flight for flight in self._flights.values() if flight.at is None]
 
-    def _fail(self, failed: Mapping[Flight, WavecoreError]) -> None:
+    def _fail(self, failed: Mapping[Flight, errors.WavecoreError]) -> None:
         for flight, error in failed.items():
             self._abort_at_engine(flight)
             # A copy for each: one exception raised in many tasks would collect all their tracebacks.
-            flight.mailbox.end("error", from_code(error.code, str(error)))
+            flight.mailbox.end("error", errors.from_code(error.code, str(error)))
             self._forget(flight)
         notify([flight.mailbox for flight in failed])
 

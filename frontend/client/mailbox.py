@@ -151,17 +151,10 @@ class Mailbox:
         if not news:
             return None
         outputs = [choice.take() for choice in (news if self.kind is OutputKind.DELTA else self._choices)]
-        return RequestOutput(
-            self.request.request_id,
-            self.request.text,
-            self._prompt_ids,
-            outputs,
-            not [choice for choice in self._choices if not choice.told],
-            self._metrics,
-            self._prompt_logprobs,
-            self._cached_tokens,
-            self._embedding,
-        )
+        finished = not [choice for choice in self._choices if not choice.told]
+        about_prompt = self._prompt_logprobs, self._cached_tokens, self._embedding
+        request_id, text = self.request.request_id, self.request.text
+        return RequestOutput(request_id, text, self._prompt_ids, outputs, finished, self._metrics, *about_prompt)
 
     def take_text(self) -> tuple[str, int] | None:
         """`take` for nearly every delta of a stream: the text and the number of its tokens; None: call `take`."""

@@ -110,9 +110,8 @@ class Tokenizer(TokenizerCalls):
         elif self.chat_template is not None:
             template = self.chat_template.choose(given, options.tools is not None)
         else:
-            raise NotSupportedError(
-                f"{self.origin} has no chat template; give one as chat_template=, or use generate() with a whole prompt"
-            )
+            way_out = "give one as chat_template=, or use generate() with a whole prompt"
+            raise NotSupportedError(f"{self.origin} has no chat template; {way_out}")
         own = {
             "documents": None,
             **self.named_tokens,
@@ -134,9 +133,8 @@ class Tokenizer(TokenizerCalls):
             ValidationError: longer than any `max_tokens` tokens can be.
         """
         if len(text) > max_tokens * SHORT_TOKEN and self._length_bound.exceeds(text, max_tokens):
-            raise ValidationError(
-                "prompt", f"{len(text)} characters are more than max_model_len {max_tokens} tokens can hold"
-            )
+            reason = f"{len(text)} characters are more than max_model_len {max_tokens} tokens can hold"
+            raise ValidationError("prompt", reason)
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell each word, at the start of a text and after a space."""

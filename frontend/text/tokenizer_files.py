@@ -102,9 +102,8 @@ def _from_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[tokeniz
         cause = f"transformers cannot make one: {error!s:.300}"
         if (folder / "tokenizer.model").exists() and not all(map(find_spec, ("sentencepiece", "google"))):
             cause = "its tokenizer.model takes packages that are not there: run `pip install sentencepiece protobuf`"
-        raise ModelError(
-            f"{folder} holds no tokenizer.json, and {cause}; or save one elsewhere with tokenizer.save_pretrained"
-        ) from error
+        way_out = "or save one elsewhere with tokenizer.save_pretrained"
+        raise ModelError(f"{folder} holds no tokenizer.json, and {cause}; {way_out}") from error
     assert isinstance(backend, tokenizers.Tokenizer)
     return backend, dict(loaded.special_tokens_map)
 

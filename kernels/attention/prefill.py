@@ -26,63 +26,22 @@ def prefill_attention(
     group = heads // kv_heads
     assert group <= MAX_GROUP
     block_q = block_m // group
-    _prefill[(tokens // block_q + rows + 1, kv_heads)](
-        q,
-        kv_cache,
-        batch.block_tables,
-        batch.block_tables.stride(0),
-        batch.query_start,
-        batch.seq_lens,
-        out,
-        layer,
-        num_layers,
-        rows,
-        tokens,
-        rows.bit_length(),
-        scale * LOG2E,
-        soft_cap * LOG2E,
-        HAS_CAP=soft_cap != 0.0,
-        WINDOW=window,
-        HQ=heads,
-        HKV=kv_heads,
-        DIM=dim,
-        KV_BLOCK=block_size,
-        BLOCK_M=block_m,
-        BLOCK_Q=block_q,
-        BLOCK_N=block_n,
-        BLOCK_D=max(LEAST_BLOCK_D, triton.next_power_of_2(dim)),
-        num_warps=warps,
-        num_stages=stages,
-    )
+    keys = kv_cache, batch.block_tables, batch.block_tables.stride(0), batch.query_start, batch.seq_lens
+    numbers = layer, num_layers, rows, tokens, rows.bit_length(), scale * LOG2E, soft_cap * LOG2E
+    model = {"HAS_CAP": soft_cap != 0.0, "WINDOW": window, "HQ": heads, "HKV": kv_heads, "DIM": dim}
+    blocks = {"KV_BLOCK": block_size, "BLOCK_M": block_m, "BLOCK_Q": block_q, "BLOCK_N": block_n}
+    options = {"BLOCK_D": max(LEAST_BLOCK_D, triton.next_power_of_2(dim)), "num_warps": warps, "num_stages": stages}
+    _prefill[(tokens // block_q + rows + 1, kv_heads)](q, *keys, out, *numbers, **model, **blocks, **options)
 
 
 @triton.jit(do_not_specialize=["table_stride", "layer", "num_layers", "num_rows", "num_tokens", "search_steps"])
 def _prefill(
-    q_ptr,
-    cache_ptr,
-    tables_ptr,
-    table_stride,
-    query_start_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    layer,
-    num_layers,
-    num_rows,
-    num_tokens,
-    search_steps,
-    scale,
-    soft_cap,
-    HAS_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    DIM: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    q_ptr, cache_ptr, tables_ptr, table_stride, query_start_ptr, seq_lens_ptr, out_ptr, layer, num_layers, num_rows,
+    num_tokens, search_steps, scale, soft_cap,
+    HAS_CAP: tl.constexpr, WINDOW: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, DIM: tl.constexpr,
+    KV_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """A program (tile of queries, KV head) attends with BLOCK_Q query tokens of one row; spare ones zero the padding.
 
     m [BLOCK_M]                rows of the matrix product: of query token `query` of the tile, query head `head`

@@ -10,17 +10,9 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def load_tile(
-    cache_ptr,
-    table_ptr,
-    chunk_offset,
-    block_stride,
-    key,
-    seen,
-    MASKED: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    cache_ptr, table_ptr, chunk_offset, block_stride, key, seen,
+    MASKED: tl.constexpr, KV_BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Rows `key` of one head's [KV_BLOCK, DIM] chunks, found through the block table; zero where not `seen`.
 
     `chunk_offset` is where the head's chunk lies inside a block. Offsets are int64: caches exceed 2**31 elements.
@@ -42,19 +34,9 @@ def load_tile(
 
 @triton.jit
 def softmax_step(
-    q,
-    k,
-    v,
-    acc,
-    peak,
-    total,
-    visible,
-    scale,
-    soft_cap,
-    HAS_CAP: tl.constexpr,
-    MASKED: tl.constexpr,
-    GUARD: tl.constexpr,
-):
+    q, k, v, acc, peak, total, visible, scale, soft_cap,
+    HAS_CAP: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
     """acc, peak (base-2 maximum) and total after keys k and values v [N, D] for queries q [M, D].
 
     `scale` and `soft_cap` hold log2(e). MASKED drops scores that are not `visible`; GUARD keeps queries that have

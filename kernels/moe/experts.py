@@ -50,28 +50,14 @@ def moe(
     middle = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     block, own_block = triton.next_power_of_2(scores.shape[1]), triton.next_power_of_2(experts)
-    _route[(tokens,)](
-        scores,
-        kv_slots,
-        weights,
-        chosen,
-        counts,
-        scores.shape[1],
-        first,
-        experts,
-        top_k,
-        NORMALIZE=normalize,
-        BLOCK=block,
-        num_warps=1,
-    )
+    routes = weights, chosen, counts, scores.shape[1], first, experts, top_k
+    _route[(tokens,)](scores, kv_slots, *routes, NORMALIZE=normalize, BLOCK=block, num_warps=1)
     _tiles[(1,)](counts, tile_expert, experts, tiles, ROWS=rows, BLOCK=own_block, TILES=SCAN_BLOCK, num_warps=4)
     _sort[(triton.cdiv(pairs, 128),)](chosen, counts, order, experts, pairs, BLOCK=128, num_warps=4)
-    _up[(triton.cdiv(inner, shape_up["BLOCK_N"]), tiles)](
-        x, gate_up, middle, order, tile_expert, top_k, hidden, inner, ROWS=rows, **shape_up
-    )
-    _down[(triton.cdiv(hidden, shape_down["BLOCK_N"]), tiles)](
-        middle, down, parts, weights, order, tile_expert, hidden, inner, ROWS=rows, **shape_down
-    )
+    grid = triton.cdiv(inner, shape_up["BLOCK_N"]), tiles
+    _up[grid](x, gate_up, middle, order, tile_expert, top_k, hidden, inner, ROWS=rows, **shape_up)
+    grid = triton.cdiv(hidden, shape_down["BLOCK_N"]), tiles
+    _down[grid](middle, down, parts, weights, order, tile_expert, hidden, inner, ROWS=rows, **shape_down)
     _combine[(tokens, triton.cdiv(hidden, 1024))](parts, chosen, out, top_k, hidden, BLOCK=1024)
     return out
 
@@ -93,18 +79,9 @@ def _shape(columns: int, places: int, warps: int, stages: int) -> Shape:
 
 @triton.jit(do_not_specialize=["first"])
 def _route(
-    scores_ptr,
-    kv_slots_ptr,
-    weights_ptr,
-    chosen_ptr,
-    counts_ptr,
-    experts,
-    first,
-    own,
-    top_k,
-    NORMALIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scores_ptr, kv_slots_ptr, weights_ptr, chosen_ptr, counts_ptr, experts, first, own, top_k,
+    NORMALIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A program (token) writes its experts and their weights, and counts them. Experts have numbers from the first of
     the `own` ones on; -1 stands for all others, and for those of padding."""
     token = tl.program_id(0)
@@ -163,18 +140,9 @@ def _sort(chosen_ptr, counts_ptr, order_ptr, experts, pairs, BLOCK: tl.constexpr
 
 @triton.jit
 def _up(
-    x_ptr,
-    gate_up_ptr,
-    middle_ptr,
-    order_ptr,
-    tile_expert_ptr,
-    top_k,
-    hidden,
-    inner,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x_ptr, gate_up_ptr, middle_ptr, order_ptr, tile_expert_ptr, top_k, hidden, inner,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """A program (tile of ROWS pairs, BLOCK_N columns) writes middle[pair] = silu(x Wgate) * x Wup."""
     expert = tl.load(tile_expert_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
@@ -206,18 +174,9 @@ def _up(
 
 @triton.jit
 def _down(
-    middle_ptr,
-    down_ptr,
-    parts_ptr,
-    weights_ptr,
-    order_ptr,
-    tile_expert_ptr,
-    hidden,
-    inner,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    middle_ptr, down_ptr, parts_ptr, weights_ptr, order_ptr, tile_expert_ptr, hidden, inner,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """A program (tile of ROWS pairs, BLOCK_N columns) writes parts[pair] = weight * middle Wdown."""
     expert = tl.load(tile_expert_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:

@@ -15,13 +15,14 @@ row is read in a fixed order, where float32 serves.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from wavecore.kernels.sampling.values import EXACT, Values, limits_top_k, row_values, truncates
+from wavecore.kernels.sampling.values import EXACT, limits_top_k, row_values, truncates
 
 GROUP = 128
 CAPACITY = 4096
@@ -32,7 +33,7 @@ WANTED_K, WANTED_P = 512, 3072
 """Candidates aimed at where top_k bounds their number, and where nothing does."""
 
 
-def find_cutoff(values: Values, block: int) -> Tensor:
+def find_cutoff(values: Any, block: int) -> Tensor:
     """float32 [R], in units of logit / temperature; -inf for rows that keep all tokens.
 
     Args:
@@ -52,19 +53,8 @@ def find_cutoff(values: Values, block: int) -> Tensor:
     goals = [max(1, int(groups * (1 - math.exp(-wanted / groups)))) for wanted in (WANTED_K, WANTED_P)]
     _threshold[(count,)](values, peaks, groups, peak, threshold, *goals, BLOCK=triton.next_power_of_2(groups), **EXACT)
     _collect[grid](values, peak, threshold, total, found, candidates, CAPACITY=CAPACITY, BLOCK=block, **EXACT)
-    _search[(count,)](
-        values,
-        peak,
-        threshold,
-        total,
-        found,
-        candidates,
-        cutoff,
-        CAPACITY=CAPACITY,
-        BLOCK=SEARCH_BLOCK,
-        num_warps=16,
-        **EXACT,
-    )
+    search = {"BLOCK": SEARCH_BLOCK, "num_warps": 16}
+    _search[(count,)](values, peak, threshold, total, found, candidates, cutoff, CAPACITY=CAPACITY, **search, **EXACT)
     return cutoff
 
 
@@ -139,16 +129,9 @@ def _collect(
 
 @triton.jit
 def _search(
-    v,
-    peak_ptr,
-    threshold_ptr,
-    total_ptr,
-    found_ptr,
-    candidates_ptr,
-    cutoff_ptr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    v, peak_ptr, threshold_ptr, total_ptr, found_ptr, candidates_ptr, cutoff_ptr,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A program (row) finds the cutoff among the candidates, or else in the whole row."""
     row = tl.program_id(0)
     slot = tl.load(v.slots + row).to(tl.int64)

@@ -6,6 +6,8 @@ and rows with a temperature cost one pass over the logits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,7 @@ def adjust(logits: Tensor, rows: SamplingRows) -> Tensor:
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     count, vocab = logits.shape
     if count:
-        values = values_of(_edited(logits, rows), rows)
+        values = _edited(logits, rows)
         _adjust[(count, triton.cdiv(vocab, PART))](values, out, BLOCK=PART, num_warps=4, **EXACT)
     return out
 
@@ -38,19 +40,9 @@ def draw(logits: Tensor, rows: SamplingRows) -> Tensor:
     best = torch.empty(2, count, parts, dtype=torch.float32, device=logits.device)
     if not count:
         return best
-    values = values_of(_edited(logits, rows), rows)
-    _draw[(count, parts)](
-        values,
-        rows.positions,
-        rows.seed,
-        rows.choice,
-        find_cutoff(values, PART) if rows.truncates else best,
-        best,
-        HAS_CUTOFF=rows.truncates,
-        BLOCK=PART,
-        num_warps=4,
-        **EXACT,
-    )
+    values = _edited(logits, rows)
+    cutoff = find_cutoff(values, PART) if rows.truncates else best
+    _draw[(count, parts)](values, cutoff, best, HAS_CUTOFF=rows.truncates, BLOCK=PART, num_warps=4, **EXACT)
     return best
 
 
@@ -60,105 +52,56 @@ def finish(best: Tensor, rows: SamplingRows) -> None:
     assert best.is_contiguous() and rows.tokens.is_contiguous() and rows.faults.is_contiguous()
     if not count:
         return
-    _finish[(count,)](
-        best,
-        ranks * parts,
-        parts,
-        rows.slots,
-        rows.positions,
-        rows.token_ids,
-        rows.token_ids.stride(0),
-        rows.token_ids.shape[1],
-        rows.count_row,
-        rows.counts,
-        rows.counts.stride(0),
-        rows.counts.shape[1],
-        rows.first,
-        rows.tokens,
-        rows.faults,
-        BLOCK=triton.next_power_of_2(ranks * parts),
-        num_warps=1,
-    )
+    drawn = best, ranks * parts, parts, rows.slots, rows.positions
+    tokens = rows.token_ids, rows.token_ids.stride(0), rows.token_ids.shape[1]
+    counts = rows.count_row, rows.counts, rows.counts.stride(0), rows.counts.shape[1], rows.first
+    block = triton.next_power_of_2(ranks * parts)
+    _finish[(count,)](*drawn, *tokens, *counts, rows.tokens, rows.faults, BLOCK=block, num_warps=1)
 
 
-def _edited(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """The logits with bias and bans, where rows have any."""
+def _edited(logits: Tensor, rows: SamplingRows) -> Any:
+    """The logits with bias and bans, where rows have any, and the rows."""
     if not rows.edits:
-        return logits
-    logits = logits.float()
-    _edit[(len(logits),)](
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        rows.first,
-        rows.slots,
-        rows.positions,
-        rows.token_ids,
-        rows.token_ids.stride(0),
-        rows.bias_range,
-        rows.bias_ids,
-        rows.bias_values,
-        rows.bias_until,
-        rows.word_range,
-        rows.word_start,
-        rows.word_tokens,
-        BLOCK=WORD_BLOCK,
-        num_warps=2,
-    )
-    return logits
+        return values_of(logits, rows)
+    values = values_of(logits.float(), rows)
+    _edit[(len(logits),)](values, BLOCK=WORD_BLOCK, num_warps=2)
+    return values
 
 
 @triton.jit
-def _edit(
-    logits_ptr,
-    logits_stride,
-    columns,
-    first_id,
-    slots_ptr,
-    positions_ptr,
-    token_ids_ptr,
-    token_stride,
-    bias_range_ptr,
-    bias_ids_ptr,
-    bias_values_ptr,
-    bias_until_ptr,
-    word_range_ptr,
-    word_start_ptr,
-    word_tokens_ptr,
-    BLOCK: tl.constexpr,
-):
+def _edit(v, BLOCK: tl.constexpr):
     """A program (row) adds its biases to the float32 logits and bans tokens, BLOCK entries of a list at a time."""
     row = tl.program_id(0)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
+    slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:
         return
-    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-    position = tl.load(positions_ptr + row)
+    row_ptr = v.logits + row.to(tl.int64) * v.stride
+    position = tl.load(v.positions + row)
     lane = tl.arange(0, BLOCK)
-    begin = tl.load(bias_range_ptr + 2 * slot)
-    end = tl.load(bias_range_ptr + 2 * slot + 1)
+    begin = tl.load(v.bias_range + 2 * slot)
+    end = tl.load(v.bias_range + 2 * slot + 1)
     for bans in tl.static_range(2):  # a token can have both a bias and a ban, and the ban must come last
         for start in range(begin, end, BLOCK):
             inside = start + lane < end
-            token = tl.load(bias_ids_ptr + start + lane, mask=inside, other=0) - first_id
-            value = tl.load(bias_values_ptr + start + lane, mask=inside, other=0.0)
-            now = inside & (token >= 0) & (token < columns)
-            now &= tl.load(bias_until_ptr + start + lane, mask=inside, other=0) > position
+            token = tl.load(v.bias_ids + start + lane, mask=inside, other=0) - v.first
+            value = tl.load(v.bias_values + start + lane, mask=inside, other=0.0)
+            now = inside & (token >= 0) & (token < v.vocab)
+            now &= tl.load(v.bias_until + start + lane, mask=inside, other=0) > position
             now &= (value == float("-inf")).to(tl.int32) == bans
             logit = tl.load(row_ptr + token, mask=now, other=0.0)
             tl.store(row_ptr + token, value if bans else logit + value, mask=now)
         tl.debug_barrier()
-    for word in range(tl.load(word_range_ptr + 2 * slot), tl.load(word_range_ptr + 2 * slot + 1)):
-        first = tl.load(word_start_ptr + word)
-        last = tl.load(word_start_ptr + word + 1) - 1
+    for word in range(tl.load(v.word_range + 2 * slot), tl.load(v.word_range + 2 * slot + 1)):
+        first = tl.load(v.word_start + word)
+        last = tl.load(v.word_start + word + 1) - 1
         before = last - first
         inside = lane < before
         if before <= position:
-            wanted = tl.load(word_tokens_ptr + first + lane, mask=inside, other=0)
-            past = token_ids_ptr + slot * token_stride + position - before
+            wanted = tl.load(v.word_tokens + first + lane, mask=inside, other=0)
+            past = v.token_ids + slot * v.token_stride + position - before
             if tl.sum((tl.load(past + lane, mask=inside, other=0) != wanted).to(tl.int32)) == 0:
-                banned = tl.load(word_tokens_ptr + last) - first_id
-                tl.store(row_ptr + banned, float("-inf"), mask=(banned >= 0) & (banned < columns))
+                banned = tl.load(v.word_tokens + last) - v.first
+                tl.store(row_ptr + banned, float("-inf"), mask=(banned >= 0) & (banned < v.vocab))
 
 
 @triton.jit
@@ -174,7 +117,7 @@ def _adjust(v, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _draw(v, positions_ptr, seed_ptr, choice_ptr, cutoff_ptr, best_ptr, HAS_CUTOFF: tl.constexpr, BLOCK: tl.constexpr):
+def _draw(v, cutoff_ptr, best_ptr, HAS_CUTOFF: tl.constexpr, BLOCK: tl.constexpr):
     """A program (row, part of BLOCK tokens) writes to best [2, rows, parts] the part's best value, NaN if any is, and
     its token; 0 where the row does not sample."""
     row = tl.program_id(0)
@@ -191,7 +134,7 @@ def _draw(v, positions_ptr, seed_ptr, choice_ptr, cutoff_ptr, best_ptr, HAS_CUTO
     x = row_values(v, row, slot, column)
     broken = tl.max((x != x).to(tl.int32), axis=0)
     if is_greedy(v, slot) == 0:
-        key_1, key_2 = row_keys(tl.load(seed_ptr + slot), tl.load(choice_ptr + slot), tl.load(positions_ptr + row))
+        key_1, key_2 = row_keys(tl.load(v.seed + slot), tl.load(v.choice + slot), tl.load(v.positions + row))
         noisy = x + gumbel(v.first + column, key_1, key_2)
         if HAS_CUTOFF:
             noisy = tl.where(x >= tl.load(cutoff_ptr + row), noisy, float("-inf"))
@@ -205,23 +148,10 @@ def _draw(v, positions_ptr, seed_ptr, choice_ptr, cutoff_ptr, best_ptr, HAS_CUTO
 
 @triton.jit
 def _finish(
-    best_ptr,
-    entries,
-    parts,
-    slots_ptr,
-    positions_ptr,
-    token_ids_ptr,
-    token_stride,
-    max_len,
-    count_row_ptr,
-    counts_ptr,
-    counts_stride,
-    columns,
-    first_id,
-    tokens_ptr,
-    faults_ptr,
+    best_ptr, entries, parts, slots_ptr, positions_ptr, token_ids_ptr, token_stride, max_len, count_row_ptr,
+    counts_ptr, counts_stride, columns, first_id, tokens_ptr, faults_ptr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """A program (row) writes and counts the token of the best of all ranks' parts, best [ranks, 2, rows, parts] with
     ranks * parts = entries, and says whether the row is faulty."""
     row = tl.program_id(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from dataclasses import fields
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -19,36 +21,17 @@ EXACT = {"enable_fp_fusion": False}
 kernel and not in another would differ in the last bit, and a cutoff found by the one could drop every token in the
 other."""
 
-
-class Values(NamedTuple):
-    """What kernels of sampling get: the logits, and of `SamplingRows` what makes values of them."""
-
-    logits: Tensor
-    stride: int
-    vocab: int
-    first: int
-    allowed_stride: int
-    counts_stride: int
-    slots: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    count_row: Tensor
-    counts: Tensor
-    repetition_penalty: Tensor
-    frequency_penalty: Tensor
-    presence_penalty: Tensor
-    allowed_row: Tensor
-    allowed: Tensor
+_ROWS = tuple(field.name for field in fields(SamplingRows) if field.name not in ("truncates", "edits"))
+_of_rows = attrgetter(*_ROWS)
+_ADDED = "logits", "stride", "vocab", "token_stride", "allowed_stride", "counts_stride"
+Values: Any = namedtuple("Values", (*_ADDED, *_ROWS))  # type: ignore[misc]
+"""What kernels of sampling get: the logits, strides, and the fields of `SamplingRows`, but what the host alone asks."""
 
 
-_of_rows = attrgetter(*Values._fields[6:])
-
-
-def values_of(logits: Tensor, rows: SamplingRows) -> Values:
-    strides = rows.allowed.stride(0), rows.counts.stride(0)
-    return Values(logits, logits.stride(0), logits.shape[1], rows.first, *strides, *_of_rows(rows))
+def values_of(logits: Tensor, rows: SamplingRows) -> Any:
+    """Values of logits [R, V], of unit stride along the vocabulary."""
+    strides = rows.token_ids.stride(0), rows.allowed.stride(0), rows.counts.stride(0)
+    return Values._make((logits, logits.stride(0), logits.shape[1], *strides, *_of_rows(rows)))
 
 
 @triton.jit

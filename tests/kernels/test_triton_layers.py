@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import fields
 
 import pytest
 import torch
@@ -95,8 +94,8 @@ def test_prepare_batch(device: str, query_lens: list[int], seq_lens: list[int], 
     rows = step_rows(query_lens, seq_lens, device, *pads)
     token_table, block_table, _ = tables(seq_lens, 2, device)
     buffers = BatchBuffers.allocate(rows.bucket_tokens + 5, len(rows.slots) + 1, block_table.shape[1] + 3, device)
-    for f in fields(buffers):
-        getattr(buffers, f.name).fill_(77)  # what an earlier step left
+    for buffer in buffers:
+        buffer.fill_(77)  # what an earlier step left
     args = rows, token_table, block_table, 2, buffers
     want = layers.prepare_batch(*copy.deepcopy(args))
     got = ops.prepare_batch.kernel(*args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 
 import pytest
 import torch
@@ -92,8 +91,8 @@ def test_prepare_batch() -> None:
     rows = step_rows(query_lens, seq_lens, "cpu", pad_rows=2, pad_tokens=3)
     token_table, block_table, _ = tables(seq_lens, BLOCK_SIZE, "cpu")
     buffers = BatchBuffers.allocate(32, 8, block_table.shape[1] + 2, "cpu")
-    for f in fields(buffers):
-        getattr(buffers, f.name).fill_(77)  # what an earlier step left
+    for buffer in buffers:
+        buffer.fill_(77)  # what an earlier step left
     batch = layers.prepare_batch(rows, token_table, block_table, BLOCK_SIZE, buffers)
     t = 0
     for row, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):

@@ -27,29 +27,14 @@ from wavecore.transport.curve import CurveClient
 from wavecore.transport.errors import EngineDead, Overloaded, ProtocolError, WavecoreError
 from wavecore.transport.io.complaints import Complaints
 from wavecore.transport.io.sockets import Context, Monitor, Socket, make_socket
+from wavecore.transport.wire import messages
 from wavecore.transport.wire.codec import Frames, decode, encode, total_bytes
 from wavecore.transport.wire.delivery import PIECE_BYTES, Inbox, Outbox
-from wavecore.transport.wire.messages import (
-    Abort,
-    Add,
-    Bye,
-    Dead,
-    Down,
-    Heartbeat,
-    Hello,
-    Mark,
-    Message,
-    Piece,
-    Ping,
-    Ready,
-    UnknownClient,
-    Up,
-)
 
 MAX_UNACKNOWLEDGED = 65_536
 MAX_UNACKNOWLEDGED_BYTES = 1 << 30
 SILENT_TICKS = 5
-_HELLO = encode(Hello())
+_HELLO = encode(messages.Hello())
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +58,9 @@ class ClientFailed:
     error: WavecoreError
 
 
-EngineEvent = Ready | Down | Heartbeat | Dead | Disconnected | Reconnected | ClientFailed
+EngineEvent = (
+    messages.Ready | messages.Down | messages.Heartbeat | messages.Dead | Disconnected | Reconnected | ClientFailed
+)
 
 
 class Connection:
@@ -124,27 +111,27 @@ class Connection:
         if self.dealer.closed:  # the system gave none in their place
             return
         if linger_ms and self._up and self._outbox is not None:
-            _send(self.dealer, encode(Bye(self._outbox.epoch)))
+            _send(self.dealer, encode(messages.Bye(self._outbox.epoch)))
         self._poller.register(self._monitor.channel, 0)
         self._monitor.close()
         for socket in filter(None, (self.push, self.dealer)):
             self._poller.register(socket, 0)
             socket.close(linger_ms)
 
-    def send(self, message: Up) -> bytes:
+    def send(self, message: messages.Up) -> bytes:
         """Number a message and send it, now or when there is room; see `ClientPump.send`."""
         if self._outbox is None:
             raise EngineDead(f"no session with the engine at {self._addresses[0]}: wait for it to be ready")
         outbox = self._outbox
         frames = encode(replace(message, epoch=self._outbox.epoch, client_id=self.client_id))
-        if isinstance(message, Abort):  # small, and makes room
+        if isinstance(message, messages.Abort):  # small, and makes room
             outbox.withdraw(set(message.handles.tolist()))
         elif len(outbox) >= MAX_UNACKNOWLEDGED or outbox.bytes >= MAX_UNACKNOWLEDGED_BYTES:
             raise Overloaded(
                 f"{len(outbox)} messages ({outbox.bytes} bytes) wait for the engine's acknowledgement: "
                 "send again when it has caught up"
             )
-        if isinstance(message, Add):
+        if isinstance(message, messages.Add):
             outbox.append(frames, int(total_bytes(frames) > PIECE_BYTES), message.handle)
         else:
             outbox.append(frames)
@@ -213,40 +200,40 @@ class Connection:
             self._outbox.probe()
             self._transmit()
         seen, gap, attempt = self._inbox.report()
-        _send(self.dealer, encode(Ping(self._outbox.epoch, seen, gap or new_connection, attempt)))
+        _send(self.dealer, encode(messages.Ping(self._outbox.epoch, seen, gap or new_connection, attempt)))
 
-    def _handle(self, message: Message, size: int) -> None:
+    def _handle(self, message: messages.Message, size: int) -> None:
         outbox = self._outbox
-        if isinstance(message, UnknownClient):
+        if isinstance(message, messages.UnknownClient):
             self._reopen()
-        elif isinstance(message, Ready):
+        elif isinstance(message, messages.Ready):
             self._ready(message)
-        elif outbox is None and isinstance(message, Dead):  # refused at the door
+        elif outbox is None and isinstance(message, messages.Dead):  # refused at the door
             self._emit(message)
         elif outbox is None or getattr(message, "epoch", None) != outbox.epoch:
             self._complaints.add("message of another session", self.client_id.hex(), logging.DEBUG)
         else:
             self._hear(message, outbox, size)
 
-    def _hear(self, message: Message, outbox: Outbox, size: int) -> None:
+    def _hear(self, message: messages.Message, outbox: Outbox, size: int) -> None:
         """A message of this session."""
         self._silent_ticks = 0
         if not self._up:
             self._up = True
             self._emit(Reconnected())
-        if isinstance(message, Down | Piece | Mark):
+        if isinstance(message, messages.Down | messages.Piece | messages.Mark):
             whole = self._inbox.take(message, size)
-            if isinstance(whole, Down):
+            if isinstance(whole, messages.Down):
                 self._emit(whole)
-        elif isinstance(message, Heartbeat | Dead):
-            if isinstance(message, Heartbeat):
+        elif isinstance(message, messages.Heartbeat | messages.Dead):
+            if isinstance(message, messages.Heartbeat):
                 outbox.acknowledge(message.seen, message.gap, message.attempt)
                 self._transmit()
             self._emit(message)
         else:
             raise ProtocolError(f"{type(message).__name__} from an engine")
 
-    def _ready(self, ready: Ready) -> None:
+    def _ready(self, ready: messages.Ready) -> None:
         if self._outbox is not None:
             # A HELLO that was sent twice is answered twice; another epoch means the engine restarted in between.
             if self._outbox.epoch != ready.epoch:

@@ -27,21 +27,8 @@ from wavecore.transport.errors import Overloaded, ProtocolError, WavecoreError
 from wavecore.transport.headroom import descriptors
 from wavecore.transport.io.bound_thread import BoundThread
 from wavecore.transport.io.client_stream import ClientInput, ClientLimits, ClientStream
+from wavecore.transport.wire import messages
 from wavecore.transport.wire.codec import Frames, decode, encode
-from wavecore.transport.wire.messages import (
-    Bye,
-    Dead,
-    Heartbeat,
-    Hello,
-    Load,
-    Message,
-    Ping,
-    Ready,
-    Result,
-    StepTokens,
-    TensorFrame,
-    UnknownClient,
-)
 
 MAX_LAST_WORDS = 65_536  # characters; of a longer text the end counts
 MAX_CALLS = 1000  # handed over and not looked at: a thread that outruns this one waits for it
@@ -86,14 +73,14 @@ class OutputPump(BoundThread):
         *,
         epoch: bytes,
         resolved: dict[str, Any],
-        load: Callable[[bytes], Load],
+        load: Callable[[bytes], messages.Load],
         input_queue: SimpleQueue[Any],
         curve: CurveServer | None = None,
         limits: ClientLimits | None = None,
     ) -> None:
         super().__init__("output thread", zmq.ROUTER, address, curve, input_queue.put)
         self._epoch = epoch
-        self._ready = encode(Ready(epoch, resolved))
+        self._ready = encode(messages.Ready(epoch, resolved))
         self._load = load
         self._input_queue = input_queue
         self._limits = limits or ClientLimits()
@@ -118,7 +105,7 @@ class OutputPump(BoundThread):
         stream = self._streams.get(client_id)
         return stream.held_bytes if stream is not None else 0
 
-    def put(self, outputs: Mapping[bytes, StepTokens]) -> None:
+    def put(self, outputs: Mapping[bytes, messages.StepTokens]) -> None:
         """Output of one step, by client_id. The arrays must not be written to afterwards."""
         self._hand_over(lambda: self._put(outputs))
 
@@ -127,17 +114,17 @@ class OutputPump(BoundThread):
         client_id: bytes,
         call: int,
         value: Any = None,
-        frames: Sequence[TensorFrame] = (),
+        frames: Sequence[messages.TensorFrame] = (),
         error: WavecoreError | None = None,
     ) -> None:
         """Answer a utility call."""
         code, text = (error.code, _sendable(str(error))) if error else ("", "")
-        result = Result(self._epoch, 0, call, code, text, value, tuple(frames))
+        result = messages.Result(self._epoch, 0, call, code, text, value, tuple(frames))
         self._hand_over(lambda: self._put_result(client_id, result))
 
     def put_dead(self, code: str, message: str, phase: str) -> None:
         """Last words, to every client."""
-        frames = encode(Dead(self._epoch, code, _sendable(message), phase))
+        frames = encode(messages.Dead(self._epoch, code, _sendable(message), phase))
         self._call_soon(lambda: self._broadcast(frames))
 
     def report_received(self, client_id: bytes, seen: int, gap: bool, attempt: int) -> None:
@@ -183,12 +170,12 @@ class OutputPump(BoundThread):
             except ProtocolError as error:
                 self._complaints.add("bad frame on the output socket", error)
 
-    def _handle(self, client_id: bytes, message: Message) -> None:
-        if isinstance(message, Hello):
+    def _handle(self, client_id: bytes, message: messages.Message) -> None:
+        if isinstance(message, messages.Hello):
             self._hello(client_id)
-        elif isinstance(message, Ping):
+        elif isinstance(message, messages.Ping):
             self._ping(client_id, message)
-        elif isinstance(message, Bye):
+        elif isinstance(message, messages.Bye):
             if client_id in self._streams and message.epoch == self._epoch:
                 self._drop(client_id, "")
         else:
@@ -206,22 +193,22 @@ class OutputPump(BoundThread):
                     "raise the hard limit (`ulimit -Hn`) where the engine is started"
                 )
                 self._complaints.add("too many clients", text)
-                self._send(client_id, encode(Dead(self._epoch, Overloaded.code, text, "connect")))
+                self._send(client_id, encode(messages.Dead(self._epoch, Overloaded.code, text, "connect")))
                 return
             self._streams[client_id] = ClientStream(self._epoch, client_id, self._limits, self._input_queue.put)
         self._streams[client_id].heard()
         self._send(client_id, self._ready)
 
-    def _ping(self, client_id: bytes, ping: Ping) -> None:
+    def _ping(self, client_id: bytes, ping: messages.Ping) -> None:
         stream = self._streams.get(client_id)
         if stream is None or ping.epoch != self._epoch:
-            self._send(client_id, encode(UnknownClient(self._epoch)))
+            self._send(client_id, encode(messages.UnknownClient(self._epoch)))
             return
         stream.heard()
         self._dirty.add(client_id)
         stream.acknowledge(ping.seen, ping.gap, ping.attempt)
 
-    def _put(self, outputs: Mapping[bytes, StepTokens]) -> None:
+    def _put(self, outputs: Mapping[bytes, messages.StepTokens]) -> None:
         for client_id, output in outputs.items():
             stream = self._streams.get(client_id)
             if stream is None:  # its requests outlived it: it left while they were queued
@@ -230,7 +217,7 @@ class OutputPump(BoundThread):
             stream.put(output, self._load(client_id))
             self._mark(client_id, stream)
 
-    def _put_result(self, client_id: bytes, result: Result) -> None:
+    def _put_result(self, client_id: bytes, result: messages.Result) -> None:
         stream = self._streams.get(client_id)
         if stream is not None:
             stream.put_result(result)
@@ -258,7 +245,7 @@ class OutputPump(BoundThread):
 
     def _heartbeat(self, client_id: bytes, seen: int, gap: bool = False, attempt: int = 0) -> None:
         if client_id in self._streams:
-            self._send(client_id, encode(Heartbeat(self._epoch, seen, self._load(client_id), gap, attempt)))
+            self._send(client_id, encode(messages.Heartbeat(self._epoch, seen, self._load(client_id), gap, attempt)))
 
     def _flush(self) -> None:
         for client_id in self._dirty:

@@ -107,10 +107,7 @@ class SupervisedChild:
 
     def _say(self, line: dict[str, Any]) -> None:
         data = json.dumps({**line, "at": time.monotonic()}).encode() + b"\n"
-        with (
-            self._lock,
-            contextlib.suppress(BrokenPipeError),
-        ):  # a dead parent hears nothing, and this process ends soon
+        with self._lock, contextlib.suppress(BrokenPipeError):  # a dead parent hears nothing
             while data:
                 data = data[os.write(self._status_fd, data) :]
 

@@ -20,13 +20,14 @@ import math
 import selectors
 import signal
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from wavecore.transport.addresses import engine_ports
 from wavecore.transport.errors import WavecoreError
@@ -94,38 +95,31 @@ class Backoff:
         return delay
 
 
-class EngineGroup(Protocol):
-    """What a supervisor runs: `Group`, or what stands for one that runs elsewhere. See there."""
+@dataclass(frozen=True, slots=True)
+class GroupContext:
+    """What a supervisor gives all of its groups.
 
-    entries: tuple[EngineEntry, ...]
-    resolved: Mapping[str, Any]
-    failure: WavecoreError | None
-
-    def spawn(self) -> None: ...
-
-    def stop(self, drain: float) -> None: ...
-
-    def destroy(self) -> None: ...
-
-    def tick(self) -> None: ...
-
-    @property
-    def state(self) -> str: ...
-
-
-class Group:
-    """Owned by the supervisor's thread.
-
-    Args:
-        index: of the engine; of the first one, where several ranks serve.
-        specs: what to run, by rank.
+    Attributes:
         runtime_dir: folder of the deployment.
         address: None for ipc, or "tcp://HOST", or "tcp://HOST:PORT".
         server_key: CURVE public key, empty on ipc.
         limits: how long things may take.
-        selector: gets the ranks' descriptors, with the method to call as data.
+        selector: gets descriptors, with the method to call as data.
         on_phase: called with (index, phase, fraction) while ranks that serve start.
         on_output: called with a rank's name and each line that it prints.
+    """
+
+    runtime_dir: Path
+    address: str | None
+    server_key: str
+    limits: Limits
+    selector: selectors.BaseSelector
+    on_phase: Callable[[int, str, float], None]
+    on_output: Callable[[str, str], None]
+
+
+class EngineGroup(ABC):
+    """What a supervisor runs, in its thread: a `Group`, or what stands for one that runs elsewhere.
 
     Attributes:
         entries: lines of the deployment, one for each rank that serves; replaced, never changed.
@@ -133,36 +127,54 @@ class Group:
         failure: set when the first start failed.
     """
 
-    def __init__(
-        self,
-        index: int,
-        specs: Sequence[ChildSpec],
-        *,
-        runtime_dir: Path,
-        address: str | None,
-        server_key: str,
-        limits: Limits,
-        selector: selectors.BaseSelector,
-        on_phase: Callable[[int, str, float], None],
-        on_output: Callable[[str, str], None],
-    ) -> None:
-        self._serving = serving_ranks(specs)
-        entry = EngineEntry(index, server_key=server_key, stage=specs[0].stage)
-        self.entries = tuple(replace(entry, index=index + i) for i in range(len(self._serving)))
-        self.resolved: Mapping[str, Any] = {}
+    def __init__(self, entries: tuple[EngineEntry, ...], context: GroupContext) -> None:
+        self.entries = entries
         self.failure: WavecoreError | None = None
-        self._specs, self._dir, self._address, self._limits = tuple(specs), runtime_dir, address, limits
-        self._selector, self._on_phase, self._on_output = selector, on_phase, on_output
-        self._backoff = Backoff()
+        self.resolved: Mapping[str, Any] = {}
+        self._context, self._limits, self._backoff = context, context.limits, Backoff()
+        self._was_ready = self._stopping = False
+        self._spawn_at = self._kill_at = self._ready_by = math.inf
+
+    @property
+    def state(self) -> str:
+        """Of all its entries."""
+        return self.entries[0].state
+
+    @abstractmethod
+    def spawn(self) -> None:
+        """Start a life."""
+
+    @abstractmethod
+    def stop(self, drain: float) -> None:
+        """End it, after at most `drain` seconds of finishing requests; never start it again."""
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """End it at once."""
+
+    @abstractmethod
+    def tick(self) -> None:
+        """Deadlines; call it every stall.TICK_SECONDS."""
+
+
+class Group(EngineGroup):
+    """Ranks on this host.
+
+    Args:
+        index: of the engine; of the first one, where several ranks serve.
+        specs: what to run, by rank.
+    """
+
+    def __init__(self, index: int, specs: Sequence[ChildSpec], context: GroupContext) -> None:
+        self._specs, self._serving = tuple(specs), serving_ranks(specs)
+        entry = EngineEntry(index, server_key=context.server_key, stage=specs[0].stage)
+        super().__init__(tuple(replace(entry, index=index + i) for i in range(len(self._serving))), context)
         self._ranks: list[RankProcess] = []  # of this life, until the next one
         self._watch: GroupWatch | None = None  # from ready on
         self._first: RankProcess | None = None  # that failed, or ended
         self._is_over = True  # this life is: its cause is told, though ranks may still be on their way out
-        self._was_ready = self._stopping = False
-        self._spawn_at = self._kill_at = self._ready_by = math.inf
 
     def spawn(self) -> None:
-        """Start a life."""
         self._spawn_at = self._kill_at = math.inf
         self._ready_by = time.monotonic() + self._limits.ready
         self._ranks, self._watch, self._first, self._is_over = [], None, None, False
@@ -190,13 +202,11 @@ class Group:
             self._change(state="draining")
 
     def destroy(self) -> None:
-        """End all ranks at once."""
         self._end_ranks()
         for rank in self._ranks:
             rank.reap()
 
     def tick(self) -> None:
-        """Deadlines and the watch on progress; call it every stall.TICK_SECONDS."""
         now = time.monotonic()
         if now >= self._kill_at:
             self._end_ranks()
@@ -214,11 +224,6 @@ class Group:
                 self._give_up(late, "start", f"{reason}; {advice}see its last output for what it waits for")
         elif stuck := self._watch.tick():
             self._give_up(self._ranks[stuck[0]], "stuck", f"was stuck and has been ended: {stuck[1]}")
-
-    @property
-    def state(self) -> str:
-        """Of all its entries."""
-        return self.entries[0].state
 
     # --- one life -------------------------------------------------------------------------------------------------
 
@@ -244,17 +249,17 @@ class Group:
             shared = [] if self._is_alone else group_memory.create(len(self._specs), until_spawned)
             for rank, spec in enumerate(self._specs):
                 entry = self._entry_of(rank)
-                argv = ["--index", str(entry.index), "--runtime-dir", str(self._dir)]
+                argv = ["--index", str(entry.index), "--runtime-dir", str(self._context.runtime_dir)]
                 argv += ["--input", entry.input or self._bind(entry.index, "in")]
                 argv += ["--output", entry.output or self._bind(entry.index, "out")]
                 words = [*spec.argv, *argv, *([] if self._is_alone else ["--rank", str(rank)])]
                 rank_process = RankProcess(
                     rank,
                     replace(spec, name=self._name(rank), argv=words, fds=[*spec.fds, *shared]),
-                    selector=self._selector,
-                    on_phase=partial(self._on_phase, entry.index) if rank in self._serving else lambda *_: None,
+                    selector=self._context.selector,
+                    on_phase=partial(self._context.on_phase, entry.index) if rank in self._serving else lambda *_: None,
                     on_change=self._on_change,
-                    on_output=partial(self._on_output, self._name(rank)),
+                    on_output=partial(self._context.on_output, self._name(rank)),
                 )
                 self._ranks.append(rank_process)
 
@@ -360,9 +365,9 @@ class Group:
         return name if self._is_alone else f"{name} rank {rank}"
 
     def _bind(self, index: int, which: str) -> str:
-        if self._address:
-            return engine_ports(self._address, index)[which == "out"]
-        return f"ipc://{self._dir}/{socket_name(index, which)}"
+        if self._context.address:
+            return engine_ports(self._context.address, index)[which == "out"]
+        return f"ipc://{self._context.runtime_dir}/{socket_name(index, which)}"
 
 
 def serving_ranks(specs: Sequence[ChildSpec]) -> list[int]:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
@@ -33,7 +34,7 @@ from wavecore.transport.errors import EngineDead, ResourceError, StartError, Wav
 from wavecore.transport.headroom import check_headroom
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Deployment
-from wavecore.transport.processes.group import EngineGroup, Group, Limits, serving_ranks, socket_name
+from wavecore.transport.processes.group import EngineGroup, Group, GroupContext, Limits, serving_ranks, socket_name
 from wavecore.transport.processes.logs import LineWriter
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.runtime_dir import ADMIN_SOCKETS, RuntimeDir
@@ -97,7 +98,7 @@ class Supervisor:
         on_output: Callable[[str, str], None] | None = None,
         first: int = 0,
         client_key: str = "",
-        make_group: Callable[..., EngineGroup] = Group,
+        make_group: Callable[[int, Sequence[ChildSpec], GroupContext], EngineGroup] = Group,
     ) -> None:
         self._specs, self._where, self._address = tuple(groups), runtime_dir, address
         self._first, self._client_key, self._make_group = first, client_key, make_group
@@ -268,20 +269,10 @@ class Supervisor:
                 folder.keep(*(f"keys/{name}" for name in (*curve.KEY_FILES, *guests)))
             except OSError as error:
                 raise ResourceError(f"cannot write the keys in {keys}: {error}; name another runtime_dir") from error
-        return [
-            self._make_group(
-                self._first + sum(len(serving_ranks(before)) for before in self._specs[:place]),
-                specs,
-                runtime_dir=folder.path,
-                address=self._address,
-                server_key=server_key,
-                limits=self._limits,
-                selector=selector,
-                on_phase=lambda *phase: self._phases.put(phase),
-                on_output=partial(self._show, output),
-            )
-            for place, specs in enumerate(self._specs)
-        ]
+        tell, show = (lambda *phase: self._phases.put(phase)), partial(self._show, output)
+        context = GroupContext(folder.path, self._address, server_key, self._limits, selector, tell, show)
+        firsts = accumulate((len(serving_ranks(specs)) for specs in self._specs), initial=self._first)
+        return [self._make_group(first, specs, context) for first, specs in zip(firsts, self._specs, strict=False)]
 
     def _show(self, output: LineWriter, name: str, line: str) -> None:
         output.put(line)

@@ -27,11 +27,10 @@ def finish_rows(handles: Iterable[int], reason: FinishReason, code: str = "", me
 def check_step_tokens(value: StepTokens) -> None:
     """Raise ProtocolError unless the arrays fit together and extras name rows and frames that are there."""
     rows = len(value.handles)
-    if len(value.counts) != rows or len(value.finish) != rows or int(value.counts.sum()) != len(value.tokens):
-        raise ProtocolError(
-            f"output of {rows} handles, {len(value.counts)} counts, {len(value.finish)} finish codes, "
-            f"{len(value.tokens)} tokens for a sum of {int(value.counts.sum())}"
-        )
+    counts, codes, tokens, told = len(value.counts), len(value.finish), len(value.tokens), int(value.counts.sum())
+    if counts != rows or codes != rows or told != tokens:
+        sizes = f"{rows} handles, {counts} counts, {codes} finish codes, {tokens} tokens for a sum of {told}"
+        raise ProtocolError(f"output of {sizes}")
     if rows and value.finish.max() > _LAST_REASON:
         raise ProtocolError(f"unknown finish code {int(value.finish.max())}")
     if type(value.extras) is not dict:

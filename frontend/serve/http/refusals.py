@@ -10,38 +10,27 @@ from http import HTTPStatus
 from starlette.exceptions import HTTPException
 
 from wavecore.frontend.serve.http.http_call import Answer, HttpCall
-from wavecore.transport.errors import (
-    EngineDead,
-    MessageTooLarge,
-    NotSupportedError,
-    NumericalError,
-    Overloaded,
-    RequestError,
-    RequestTimeout,
-    ResourceError,
-    ValidationError,
-    WavecoreError,
-)
+from wavecore.transport import errors
 
 logger = logging.getLogger(__name__)
 
 STATUS: dict[str, HTTPStatus] = {
-    ValidationError.code: HTTPStatus.BAD_REQUEST,
-    NotSupportedError.code: HTTPStatus.BAD_REQUEST,
-    MessageTooLarge.code: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    Overloaded.code: HTTPStatus.TOO_MANY_REQUESTS,
-    RequestTimeout.code: HTTPStatus.GATEWAY_TIMEOUT,
-    EngineDead.code: HTTPStatus.SERVICE_UNAVAILABLE,
-    ResourceError.code: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.ValidationError.code: HTTPStatus.BAD_REQUEST,
+    errors.NotSupportedError.code: HTTPStatus.BAD_REQUEST,
+    errors.MessageTooLarge.code: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    errors.Overloaded.code: HTTPStatus.TOO_MANY_REQUESTS,
+    errors.RequestTimeout.code: HTTPStatus.GATEWAY_TIMEOUT,
+    errors.EngineDead.code: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.ResourceError.code: HTTPStatus.SERVICE_UNAVAILABLE,
 }
 """Code of an error -> status; all others are faults of ours, 500."""
 _MESSAGES = {
-    Overloaded.code: "the server has as many requests as it takes; try again later",
-    RequestTimeout.code: "the request's deadline passed before its answer was whole",
-    EngineDead.code: "the engine that had the request has ended; try again later",
-    ResourceError.code: "the server is short of something; try again later",
-    NumericalError.code: "the model gave values that are no numbers for this request",
-    RequestError.code: "the request ended without its whole answer; try again",
+    errors.Overloaded.code: "the server has as many requests as it takes; try again later",
+    errors.RequestTimeout.code: "the request's deadline passed before its answer was whole",
+    errors.EngineDead.code: "the engine that had the request has ended; try again later",
+    errors.ResourceError.code: "the server is short of something; try again later",
+    errors.NumericalError.code: "the model gave values that are no numbers for this request",
+    errors.RequestError.code: "the request ended without its whole answer; try again",
 }
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "too_large"}
@@ -74,15 +63,16 @@ def refusal(call: HttpCall, error: Exception, retry_after: int) -> Answer:
     if isinstance(error, HTTPException):
         code = getattr(error, "code", "") or _CODES.get(error.status_code, "invalid_request")
         answer = error_answer(error.status_code, error.detail, None, code, error.headers)
-    elif isinstance(error, ValidationError | NotSupportedError | MessageTooLarge):
+    elif isinstance(error, errors.ValidationError | errors.NotSupportedError | errors.MessageTooLarge):
         found = _FIELD.match(str(error))
-        param = error.field if isinstance(error, ValidationError) else found and found[1]
+        param = error.field if isinstance(error, errors.ValidationError) else found and found[1]
         answer = error_answer(STATUS[error.code], _PRIVATE.sub("[...]", str(error)), param, error.code)
     else:
-        code = error.code if isinstance(error, WavecoreError) else WavecoreError.code
+        internal = errors.WavecoreError.code
+        code = error.code if isinstance(error, errors.WavecoreError) else internal
         status = STATUS.get(code, HTTPStatus.INTERNAL_SERVER_ERROR)
         level = logging.WARNING if status == HTTPStatus.INTERNAL_SERVER_ERROR else logging.DEBUG
-        logger.log(level, "request %s: %d: %s", call.id, status, error, exc_info=code == WavecoreError.code and error)
+        logger.log(level, "request %s: %d: %s", call.id, status, error, exc_info=code == internal and error)
         message = _MESSAGES.get(code, "a fault of the server; its log has more under the request's id")
         answer = error_answer(status, f"{message} (request {call.id})", None, code)
     if answer.status_code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):

@@ -22,7 +22,7 @@ from tests.transport.processes.test_supervisor import LIMITS, spec
 from wavecore.transport.errors import StartError
 from wavecore.transport.processes import group_memory, stall
 from wavecore.transport.processes.deployment import Cause, EngineEntry, RankEntry
-from wavecore.transport.processes.group import Group, Limits
+from wavecore.transport.processes.group import Group, GroupContext, Limits
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.stall import GroupWatch, ProgressPage
@@ -100,18 +100,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(FakeRank, "made", [], raising=False)
 
     def make(ranks: int = 2, *, ready: bool = False, **limits: float) -> tuple[Group, list[FakeRank]]:
-        group = Group(
-            0,
-            [ChildSpec("engine 0", "fake", "")] * ranks,
-            runtime_dir=Path("/nowhere"),
-            address=None,
-            server_key="",
-            limits=Limits(**limits),
-            selector=selectors.DefaultSelector(),
-            on_phase=lambda *_: None,
-            on_output=lambda _: None,
-        )
-        group._selector.close()
+        selector = selectors.DefaultSelector()
+        context = GroupContext(Path("/nowhere"), None, "", Limits(**limits), selector, lambda *_: None, lambda *_: None)
+        group = Group(0, [ChildSpec("engine 0", "fake", "")] * ranks, context)
+        selector.close()
         group.spawn()
         if ready:
             for rank in FakeRank.made:

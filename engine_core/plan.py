@@ -258,6 +258,7 @@ class Runner(Protocol):
         Raises:
             ValidationError: layer, head or a token id out of range.
             NotSupportedError: this runner has no attention.
+            ResourceError: a device has no memory for it.
         """
 
     def check_weights(self, folder: str) -> None:

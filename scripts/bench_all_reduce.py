@@ -37,13 +37,13 @@ CALLS, REPLAYS = 100, 20
 SECONDS = 240.0
 
 
-def start(program: Path, size: int, *args: str, stdout: Any = None) -> list[subprocess.Popen[bytes]]:
+def start(program: Path, size: int, *args: str, **how: Any) -> list[subprocess.Popen[bytes]]:
     """Start a program for each rank, as `program RANK SIZE DESCRIPTOR args`; the first three are for `join`."""
     store = os.memfd_create("bench-store")
     command = [sys.executable, str(program)]
     try:
         return [
-            subprocess.Popen([*command, str(rank), str(size), str(store), *args], pass_fds=[store], stdout=stdout)
+            subprocess.Popen([*command, str(rank), str(size), str(store), *args], pass_fds=[store], **how)
             for rank in range(size)
         ]
     finally:

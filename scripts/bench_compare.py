@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_gpu import SETTINGS, machine
+from bench_gpu import SETTINGS, kv_tokens, machine
 from bench_workloads import WORKLOADS, answer_requests, work_named
 from floors import H200, floor_of
 
@@ -161,6 +161,7 @@ class Engine:
 def serve(folder: Path, settings: Mapping[str, Any], answers: int) -> None:
     """What the process of wavecore does."""
     with LLM(folder, **{**SETTINGS, **settings}) as llm:
+        print(f"{folder.name}: {kv_tokens(llm)}", file=sys.stderr)
         answer_requests(lambda work: measure(llm, work).seconds, answers)
 
 
@@ -201,6 +202,7 @@ class Comparison:
                     one = rounds({engine: alone}, name, self.args.repeats)
                     first.update(one[0])
                     seconds.update(one[1])
+                    print(f"{folder.name}: {engine}, {name}: {one}", file=sys.stderr)  # the row waits for the other
         for name, figures in measured.items():
             self._add(folder, name, False, *figures)
 
@@ -223,7 +225,8 @@ class Comparison:
         path, work = folder / "config.json", work_named(workload)
         spec = from_config(json.loads(path.read_text()), path)
         prompts: list[Any] = [item.prompt for item in work]
-        floor = floor_of(spec, prompts, [item.max_tokens for item in work], H200).total
+        rates = H200.of(self.args.settings.get("tensor_parallel_size", 1))
+        floor = floor_of(spec, prompts, [item.max_tokens for item in work], rates).total
         row = Row(folder.name, workload, in_turn, floor, first, seconds)
         self.rows.append(row)
         print(f"| {' | '.join(row.cells())} |", flush=True)

@@ -128,6 +128,12 @@ def machine() -> str:
     return f"{card}; Python {sys.version.split()[0]}, torch {version('torch')}, triton {version('triton')}"
 
 
+def kv_tokens(llm: LLM) -> str:
+    """How many tokens an engine can hold."""
+    resolved = llm._service.resolved
+    return f"its KV cache holds {resolved['num_blocks'] * resolved['block_size']:,} tokens"
+
+
 def line(values: Sequence[str]) -> None:
     print(f"| {' | '.join(values)} |", flush=True)
 
@@ -151,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         spec = from_config(json.loads(path.read_text()), path)
         start = time.monotonic()
         with LLM(folder, **chosen) as llm:
-            print(f"{folder.name}: ready after {time.monotonic() - start:.1f} s", file=sys.stderr)
+            print(f"{folder.name}: ready after {time.monotonic() - start:.1f} s; {kv_tokens(llm)}", file=sys.stderr)
             for name in args.only or WORKLOADS:
                 label, work = cut(name, args.max_requests)
                 line([folder.name, label, *run(llm, spec, work, args.repeats, rates)])

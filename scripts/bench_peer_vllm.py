@@ -21,11 +21,17 @@ from bench_workloads import answer_requests, work_named
 
 from wavecore.frontend.cli.workload import WorkItem
 
-# Several GPUs without NVLink multicast, which not every machine allows; the sampler in torch, which needs no compiler.
+# Several GPUs of one host: over its loopback interface, and without NVLink multicast, which not every machine allows.
+# The sampler in torch, which needs no compiler.
 ENVIRONMENT = {
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",

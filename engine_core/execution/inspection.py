@@ -19,11 +19,16 @@ MAX_SHOWN = 2048  # tokens; the map has their square
 def attention_map(model: Decoder, info: RunnerInfo, prompt: list[int], layer: int, head: int) -> F32:
     """float32 [n, n]: how much query token i looks at key token j. Runs the model over blocks of its own.
 
+    Of several ranks all run the model, and one has the head; its map is gathered behind the model's own collectives.
+
+    Args:
+        head: counted over all ranks.
+
     Raises:
         ValidationError: no such layer, head or token, or a prompt too long to show.
     """
-    spec = model.spec
-    for name, value, limit in (("layer", layer, spec.num_layers), ("head", head, spec.num_heads)):
+    spec, group = model.spec, model.group
+    for name, value, limit in (("layer", layer, spec.num_layers), ("head", head, spec.num_heads * group.size)):
         if type(value) is not int or not 0 <= value < limit:
             raise ValidationError(name, f"{value!r:.40} is not from 0 to {limit - 1}")
     limit = min(MAX_SHOWN, info.max_model_len)
@@ -40,15 +45,17 @@ def attention_map(model: Decoder, info: RunnerInfo, prompt: list[int], layer: in
         (blocks, spec.num_layers, 2, spec.num_kv_heads, size, spec.head_dim), dtype=model.embedding.dtype, device=device
     )
     batch = _single(prompt, size, blocks, device)
-    found: list[Tensor] = []
+    found = torch.empty(len(prompt), len(prompt), device=device)
+    rank, own_head = divmod(head, spec.num_heads)
+    kv_head = own_head // (spec.num_heads // spec.num_kv_heads)
 
     def observe(at: int, q: Tensor) -> None:
-        if at == layer:
-            keys = kv_cache[1:, layer, 0, head // (spec.num_heads // spec.num_kv_heads)].flatten(0, 1)[: len(prompt)]
-            found.append(_weights(q[:, head].float(), keys.float(), model, layer))
+        if (at, group.rank) == (layer, rank):
+            keys = kv_cache[1:, layer, 0, kv_head].flatten(0, 1)[: len(prompt)]
+            found.copy_(_weights(q[:, own_head].float(), keys.float(), model, layer))
 
     model.forward(model.embed(batch.token_ids), batch, kv_cache, observe)
-    weights: F32 = found[0].cpu().numpy()
+    weights: F32 = group.all_gather(found)[rank].cpu().numpy()
     return weights
 
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -161,10 +161,13 @@ class ModelRunner:
                 ops.update_block_table(state.block_table, state.input.changes)
                 return Launched(shape, None, extras, self.copies)
             self.out.clear()
-            with self._marked("forward"), self._paying(shape, extras, self._of_forward, self._of_sample):
+            with (
+                self._marked("forward"),
+                self._paying(lambda: self._of_forward(shape, extras) + self._of_sample(shape, extras)),
+            ):
                 self._forward(shape, extras, eager)
             if shape.num_samples:
-                with self._marked("sample"), self._paying(shape, extras, self._of_sample):
+                with self._marked("sample"), self._paying(lambda: self._of_sample(shape, extras)):
                     self._sample(shape, extras)
             return Launched(shape, self.out.send(), extras, self.copies)
 
@@ -198,10 +201,8 @@ class ModelRunner:
         return owed
 
     @contextmanager
-    def _paying(
-        self, shape: StepShape, extras: Extras, *parts: Callable[[StepShape, Extras], list[Collective]]
-    ) -> Iterator[None]:
-        """If memory runs out, still do with the other ranks what they wait for: the rest of what these parts do.
+    def _paying(self, collectives_of: Callable[[], list[Collective]]) -> Iterator[None]:
+        """If memory runs out, still do with the other ranks what they wait for: the rest of these.
 
         Raises:
             ResourceError: memory ran out, and other engines compute with what this rank should have computed.
@@ -214,8 +215,7 @@ class ModelRunner:
             if self.model.exchange.size > 1 and is_out_of_memory(error):
                 raise ResourceError(f"no memory for a step that engines share: {first_line(error)}") from error
             if group.size > 1 and is_out_of_memory(error):
-                owed = [*chain.from_iterable(part(shape, extras) for part in parts)]
-                for name, size, dtype in owed[group.calls - calls :]:
+                for name, size, dtype in collectives_of()[group.calls - calls :]:
                     getattr(group, name)(torch.zeros(size, dtype=dtype, device=self.device))
                 error.add_note(PAID)
             raise
@@ -339,10 +339,20 @@ class ModelRunner:
         Raises:
             ValidationError: no such layer, head or token, or a prompt too long to show.
             NotSupportedError: other engines have experts of this model.
+            ResourceError: this rank has no memory for it, or another one.
         """
-        if self.model.exchange.size > 1:
+        model, found = self.model, None
+        if model.exchange.size > 1:
             raise NotSupportedError("an attention map of engines that share experts: ask an engine that has them all")
-        return attention_map(self.model, self.info, prompt, layer, head)
+        try:
+            with self._paying(lambda: [*model.sums(len(prompt)), ("all_gather", (len(prompt),) * 2, torch.float32)]):
+                found = attention_map(model, self.info, prompt, layer, head)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        if not model.group.least(found is not None) or found is None:
+            raise ResourceError("no memory for this attention map; a part of the prompt needs less")
+        return found
 
     def _marked(self, name: str) -> AbstractContextManager[None]:
         return torch.cuda.nvtx.range(name) if self.marks else nullcontext()

@@ -14,11 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+import msgpack
+
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.plan import F32, LeastSize, OutOfMemory, PendingStep, StepPlan, StepResult
 from wavecore.engine_core.tensor_parallel.plan_codec import Buffer, encode
 from wavecore.engine_core.tensor_parallel.step_check import StepCheck, digest
-from wavecore.transport.errors import NotSupportedError
+from wavecore.transport.errors import EngineDead, WavecoreError
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.step_ring import StepWriter, spin_then_sleep
 
@@ -31,6 +33,7 @@ class Record(IntEnum):
     CHECK = 2  # a `StepCheck`
     MEMORY = 3  # nothing: a worker tells its memory_stats
     WEIGHTS = 4  # a folder
+    ATTENTION = 5  # msgpack: the arguments of `attention_map`
 
 
 class WorkerWords:
@@ -182,8 +185,15 @@ class GroupRunner:
         self._asked += 1
         return self._words.most_memory(self._runner.memory_stats())
 
-    def attention_map(self, *_: object) -> F32:
-        raise NotSupportedError("an attention map with tensor_parallel_size above 1: ask an engine on one device")
+    def attention_map(self, prompt: list[int], layer: int, head: int) -> F32:
+        self._compute_all()
+        self._send(Record.ATTENTION, [msgpack.packb((prompt, layer, head))])
+        try:
+            return self._runner.attention_map(prompt, layer, head)
+        except WavecoreError:  # alike on all ranks
+            raise
+        except Exception as error:
+            raise EngineDead(f"rank 0 left an attention map that the other ranks go on with: {error}") from error
 
     def check_weights(self, folder: str) -> None:
         self._runner.check_weights(folder)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Never
+
+import msgpack
 
 from wavecore.engine_core.execution.runner import ModelRunner
 from wavecore.engine_core.plan import F32, UPDATE_SECONDS, LeastSize, OutOfMemory, PendingStep, StepPlan
@@ -57,6 +59,9 @@ class Worker:
                     self._progress.expect(UPDATE_SECONDS)
                     self._runner.update_weights(data.decode())
                     self._progress.expect(0.0)
+                case Record.ATTENTION:
+                    with suppress(WavecoreError):  # rank 0 meets the same, and has a caller to tell
+                        self._runner.attention_map(*msgpack.unpackb(data, strict_map_key=False))
             self._progress.beat()
 
     def _profile(self, on: bool) -> None:

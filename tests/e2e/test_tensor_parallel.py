@@ -74,10 +74,16 @@ def test_prompt_embeddings_that_begin_in_step_after_step(llm: LLM) -> None:
     assert entry(llm).restarts == 0
 
 
-def test_an_attention_map_is_refused_and_nothing_breaks(llm: LLM) -> None:
-    with pytest.raises(NotSupportedError, match="tensor_parallel_size"):
-        llm.visualize_attention({"prompt_token_ids": [1, 2, 3]}, 0, 0)
+def test_an_attention_map(llm: LLM, model: Path, tmp_path: Path) -> None:
+    """That of one rank, also of a head that the other rank has; one that is refused ends nothing."""
+    alone, prompt = ModelEngine(model, **SETTINGS), {"prompt_token_ids": [1, 2, 3]}
+    for head in (0, 3):
+        found = llm.visualize_attention(prompt, 1, head, tmp_path / "map.png")
+        np.testing.assert_allclose(found, alone.runner.attention_map([1, 2, 3], 1, head), rtol=0, atol=1e-5)
+    with pytest.raises(ValidationError, match="head"):
+        llm.visualize_attention(prompt, 1, 4, tmp_path / "map.png")
     assert llm.generate({"prompt_token_ids": [5]}, ASKED[0], use_tqdm=False)[0].outputs[0].finish_reason == "length"
+    assert entry(llm).restarts == 0
 
 
 def test_a_profile_that_is_refused_ends_no_rank(llm: LLM) -> None:

@@ -44,12 +44,10 @@ class ClientProcess:
     """A second client, attached from a process of its own, with some requests that run."""
 
     def __init__(self, runtime_dir: Path, requests: int, tokens: int) -> None:
-        source = Path(__file__).parents[2] / "src"
         self.process = subprocess.Popen(
             [sys.executable, "-c", CLIENT, str(runtime_dir), str(requests), str(tokens)],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(source)},
         )
         assert self.line() == "running"
 

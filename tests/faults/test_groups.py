@@ -203,6 +203,20 @@ def test_rank_that_fails_to_start(deploy: Any, fault: dict[str, Any], error: typ
         pass
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_is_stopped_while_it_starts(deploy: Any, rank: int) -> None:
+    """One rank is stopped (SIGSTOP, a debugger) while it loads.
+
+    The start fails within five seconds, with `StartError` that names the rank and its phase; the others are ended.
+    """
+    script = {"load_seconds": 0.2, "faults": {"rank": rank, "exit_at_phase": {"phase": "load", "signal": 19}}}
+    with (
+        pytest.raises(StartError, match=rf"engine 0 rank {rank} .*it has been stopped \(SIGSTOP.*\(while: load\)"),
+        deploy(script, limits=QUICK, tensor_parallel_size=2),
+    ):
+        pass
+
+
 def test_group_drains(deploy: Any) -> None:
     """An engine of several ranks gets SIGTERM while requests run, and so does each of its workers.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from tests.support.checkpoints import make_config, save_model
+from tests.support.environment import environment
 from tests.support.every_request import every_request
 from tests.support.model_driver import load
 
@@ -76,10 +76,9 @@ def test_the_engine_finds_every_kernel_compiled(tmp_path: Path, model: str) -> N
     the same for more models, as far as it can be without a GPU."""
     family, changes = MODELS[model]
     folder = save_model(tmp_path / "model", make_config(family, **changes), scale=0.08)
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
-    environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "tests.gpu.compiled_aside", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    caches = environment(TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=caches)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "multi-threaded" not in done.stderr, "Python warns: a process that forks has threads"
     found = json.loads(done.stdout)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from documents import ROOT
 from tests.gpu.scenarios import SCENARIOS, assert_same, chunk_of
 from tests.gpu.steps import make, prompt
 from tests.support.checkpoints import make_config, save_model
+from tests.support.environment import environment
 from tests.support.model_driver import GREEDY, ModelDriver
 from tests.support.model_engine import CLIENT, ModelEngine
 
@@ -274,10 +274,8 @@ def test_a_capture_without_memory_leaves_its_part_as_it_was(
 
 def test_after_a_broken_capture_steps_run_without(folder: Path) -> None:
     """Something waited for the device. It is tried in a process of its own: torch's random numbers break with it."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
     command = [sys.executable, "-m", "tests.gpu.broken_capture", str(folder)]
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["broken"] == found["before"]

@@ -7,7 +7,7 @@ the caching allocator an access behind its end is outside of any allocation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -52,6 +52,20 @@ def preparation(like: Tensor) -> Args:
     return rows, token_table, block_table, 16, BatchBuffers.allocate(303, 303, 20, "cpu")
 
 
+def long_row(like: Tensor) -> Args:
+    """Neither columns nor values that a program's tiles divide."""
+    return torch.randn(1, 2065).to(like), (torch.randn(1021, 2065) / 45).to(like), torch.randn(1021).to(like)
+
+
+def many_tokens(like: Tensor) -> Args:
+    """Some experts get more than a tile of them, and some tokens are padding."""
+    experts, own, hidden, inner, tokens = 6, 4, 144, 80, 150
+    x, scores = torch.randn(tokens, hidden).to(like), torch.randn(tokens, experts).to(like)
+    gate_up, down = torch.randn(own * 2 * inner, hidden) / hidden**0.5, torch.randn(own * hidden, inner) / inner**0.5
+    kv_slots = torch.arange(tokens, dtype=torch.int32).masked_fill_(torch.arange(tokens) % 13 == 5, -1)
+    return x, scores, gate_up.to(like), down.to(like), kv_slots, 3, True, 2
+
+
 def flat_sampling(like: Tensor) -> Args:
     """A nucleus of thousands, which candidates cannot hold, and words that have just begun."""
     n, vocab = 3, 5003
@@ -80,32 +94,53 @@ CASES: list[tuple[str, Callable[[Tensor], Args]]] = [
     ("gelu_tanh_mul", gated),
     ("qk_norm_rope_kv_write", rope),
     ("prepare_batch", preparation),
+    ("row_linear", long_row),
+    ("moe", many_tokens),
     ("draw", flat_sampling),
     ("copy_blocks", copies),
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = set()
-    run = JITFunction.run
+@dataclass(frozen=True)
+class Watched:
+    """The tests of one dtype, and the kernels that they have launched so far."""
+
+    dtype: torch.dtype
+    launched: set[str] = field(default_factory=set)
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def watched(request: pytest.FixtureRequest) -> Iterator[Watched]:
+    found, run = Watched(request.param), JITFunction.run
 
     def noted(self: Any, *args: Any, **options: Any) -> Any:
-        launched.add(self.__name__)
+        found.launched.add(self.__name__)
         return run(self, *args, **options)
 
-    monkeypatch.setattr(JITFunction, "run", noted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", noted)
+        yield found
+
+
+@pytest.mark.parametrize(("name", "make"), CASES, ids=[f"{name}-{make.__name__}" for name, make in CASES])
+def test_operation(watched: Watched, name: str, make: Callable[[Tensor], Args]) -> None:
     torch.manual_seed(33)
-    like = torch.empty(0, dtype=dtype)
-    for name, make in CASES:
-        assert compare(on_gpu(name), ops.OPERATIONS[name].twin, make(like)) is None, (name, make.__name__)
-    edges = [0, 1, 15, 16, 17, 70]
+    arguments = make(torch.empty(0, dtype=watched.dtype))
+    assert compare(on_gpu(name), ops.OPERATIONS[name].twin, arguments) is None
+
+
+def test_paged_attention(watched: Watched) -> None:
+    edges, dtype = [0, 1, 15, 16, 17, 70], watched.dtype
     attention([1] * 6, edges, (64, 2, 4), dtype, 16)
     attention([1] * 6 + [15, 16, 17, 3], [*edges, 15, 16, 17, 35], (64, 2, 4), dtype, 16)
     attention([1, 1, 1, 63, 65, 7], [63, 64, 129, 63, 65, 128], (256, 1, 5), dtype, 64)
     for dim in (80, 96):  # heads padded in a block of 128; the last row has tiles that no query masks
         attention([1, 1, 17, 40], [1, 97, 17, 240], (dim, 1, 3), dtype, 16)
-    assert launched == kernels() - {"_all_reduce"}  # which tests/multi_gpu launches: it needs other ranks
+
+
+def test_that_none_is_left_out(watched: Watched) -> None:
+    """After the others; the one behind sums over ranks is in tests/kernels/test_all_reduce.py and tests/multi_gpu."""
+    assert watched.launched == kernels() - {"_all_reduce"}
 
 
 def attention(

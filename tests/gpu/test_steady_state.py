@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import warnings
@@ -14,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from documents import ROOT
 from tests.gpu.scenarios import SCENARIOS, arrive, chunk_of, launch_ahead, several, sleep
 from tests.gpu.steps import make, prompt, recorded
 from tests.support.checkpoints import make_config, save_model
+from tests.support.environment import environment
 from tests.support.model_driver import ModelDriver
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -88,10 +87,10 @@ def test_no_request_loads_a_kernel(tmp_path: Path, dtype: str, vocab: int) -> No
     """The start loaded all of them, whatever a request asks for: see `late_loads`. torch picks kernels by dtype and
     vocabulary, too."""
     folder = save_model(tmp_path / "model", make_config("Llama", vocab_size=vocab), scale=0.1)
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
-    environment = os.environ | {"PYTHONPATH": path, "CUDA_MODULE_LOADING": "LAZY"}
     command = [sys.executable, "-m", "tests.gpu.late_loads", str(folder), dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment(CUDA_MODULE_LOADING="LAZY")
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     late = json.loads(done.stdout)
     assert late.pop("probe"), "the program does not see a kernel that is loaded late"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from documents import ROOT
+from tests.support.environment import environment
 from torch import Tensor
 
 from wavecore.kernels import all_reduce
@@ -150,9 +150,9 @@ def test_two_processes() -> None:
     """Two ranks by interpreter, which wait for each other in shared memory."""
     memory = os.memfd_create("test-buffers")
     os.ftruncate(memory, 2 * PeerBuffers.num_bytes(AREA))
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     program = Path(__file__).with_name("all_reduce_rank.py")
     command = [sys.executable, program, str(AREA), str(CHANNELS), str(memory)]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment, pass_fds=[memory]) for rank in range(2)]
+    interprets = environment(TRITON_INTERPRET="1")
+    ranks = [subprocess.Popen([*command, str(rank)], env=interprets, pass_fds=[memory]) for rank in range(2)]
     os.close(memory)
     assert [rank.wait(100) for rank in ranks] == [0, 0]

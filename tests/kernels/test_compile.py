@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.environment import environment
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def run(program: str, cache: Path, *args: str) -> str:
     """A program of this folder, with an empty cache of kernels and without Triton's interpreter; its output."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    compiles = environment(TRITON_CACHE_DIR=str(cache))
+    compiles.pop("TRITON_INTERPRET", None)
     command = [sys.executable, Path(__file__).with_name(program), *args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=compiles)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

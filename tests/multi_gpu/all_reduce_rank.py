@@ -1,6 +1,6 @@
 """A program, not a test: one rank of those that test_all_reduce.py starts. Prints JSON lines of what it found.
 
-all_reduce_rank.py RANK SIZE DESCRIPTOR checks|dies
+all_reduce_rank.py RANK SIZE DESCRIPTOR dies|CHECK ...
 """
 
 from __future__ import annotations
@@ -193,16 +193,16 @@ def say(**what: Any) -> None:
     sys.stdout.flush()
 
 
-def main(rank: int, size: int, store: int, task: str) -> None:
+def main(rank: int, size: int, store: int, *tasks: str) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)  # a kernel that waits for ever ends with its process
     begin = time.monotonic()
     group = join(rank, size, store)
     say(rank=rank, joined=round(time.monotonic() - begin, 1))
-    if task == "checks":
-        for name, check in CHECKS.items():
+    if tasks != ("dies",):
+        for name in tasks:
             begin = time.monotonic()
             say(rank=rank, begins=name)
-            say(rank=rank, check=name, found=check(group)[:8], seconds=round(time.monotonic() - begin, 1))
+            say(rank=rank, check=name, found=CHECKS[name](group)[:8], seconds=round(time.monotonic() - begin, 1))
         os._exit(0)
     else:
         x = torch.ones(4, 1024, device=f"cuda:{rank}")
@@ -218,4 +218,4 @@ def main(rank: int, size: int, store: int, task: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4])
+    main(*map(int, sys.argv[1:4]), *sys.argv[4:])

@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_all_reduce import start
-from documents import ROOT
+from tests.support.environment import environment
 
 from wavecore import LLM, SamplingParams
 
 PROGRAM = Path(__file__).with_name("all_reduce_rank.py")
-PATH = os.pathsep.join(str(ROOT / name) for name in ("src", "scripts"))
 pytestmark = pytest.mark.usefixtures("two_gpus")
 
 
-@pytest.fixture(scope="module")
-def found(two_gpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks said, line by line."""
-    log = tmp_path_factory.mktemp("ranks") / "said"
-    with pytest.MonkeyPatch.context() as patch, log.open("w+") as file:
-        patch.setenv("PYTHONPATH", PATH)
-        ranks = start(PROGRAM, 2, "checks", stdout=file)
-        for rank in ranks:
+@pytest.mark.parametrize("checks", [["equality", "graph", "bound"], ["poison"]], ids=" ".join)
+def test_sums_of_two_gpus(tmp_path: Path, checks: list[str]) -> None:
+    with (tmp_path / "said").open("w+") as file:
+        for rank in start(PROGRAM, 2, *checks, stdout=file, env=environment()):
             rank.wait(150)
         file.seek(0)
-        return [json.loads(line) for line in file]
+        said = [json.loads(line) for line in file]
+    results = [(line["check"], line["found"]) for line in said if "check" in line]
+    assert sorted(results) == sorted((check, []) for check in checks * 2), said[-4:]
 
 
-@pytest.mark.parametrize("check", ["equality", "graph", "bound", "poison"])
-def test_sums_of_two_gpus(found: list[dict[str, Any]], check: str) -> None:
-    results = [line["found"] for line in found if line.get("check") == check]
-    assert results == [[], []], found[-4:]
-
-
-def test_who_waits_for_a_dead_peer_ends_by_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_a_dead_peer_ends_by_a_signal() -> None:
     """Its kernel reads a flag for ever, and goes with the process."""
-    monkeypatch.setenv("PYTHONPATH", PATH)
-    left, right = start(PROGRAM, 2, "dies", stdout=subprocess.PIPE)
+    left, right = start(PROGRAM, 2, "dies", stdout=subprocess.PIPE, env=environment())
     with left, right:
         assert right.wait(90) == 0
         assert left.stdout is not None

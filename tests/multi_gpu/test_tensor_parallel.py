@@ -7,20 +7,26 @@ each sum. The ranks of an engine compare what they do in every step (`check_rank
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from make_checkpoint import make
-from tests.support.checkpoints import prompts
+from tests.support.checkpoints import make_config, prompts, save_model
+from tests.support.rank_faults import SAYS, Fault, environment_of_ranks
 from tests.support.waiting import until
 
-from wavecore import LLM, EngineDead, RequestOutput, SamplingParams
+from wavecore import LLM, EngineDead, RequestOutput, SamplingParams, WavecoreError
 from wavecore.transport.processes.deployment import EngineEntry, read
 
 pytestmark = pytest.mark.usefixtures("two_gpus")
@@ -79,7 +85,7 @@ def expected(model: Path) -> tuple[list[RequestOutput], list[list[int]]]:
 def check_greedy(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> None:
     for mine, its in zip(ours, theirs, strict=False):
         tokens, other = mine.outputs[0].token_ids, its.outputs[0]
-        assert len(tokens) == GREEDY.max_tokens
+        assert len(tokens) == len(other.token_ids) > 0
         for i, (token, wanted) in enumerate(zip(tokens, other.token_ids, strict=True)):
             if token != wanted:
                 assert other.logprobs is not None
@@ -144,18 +150,91 @@ def test_without_graphs_and_after_an_exception(model: Path, expected: Any, tmp_p
             check_end(llm, before, stream, "rank 1: RuntimeError: this test wants rank 1 to raise")
 
 
+# --- few layers, whose steps take a millisecond -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def few_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Else as large as that model."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3, "vocab_size": 12_000}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 2048}
+    return save_model(tmp_path_factory.mktemp("few"), make_config("Qwen3", **sizes, **heads), scale=0.05)
+
+
+def test_swapped_as_on_one_gpu(few_layers: Path) -> None:
+    """Sequences that do not fit together go to the host and come back, on each rank with its heads."""
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts(8, longest=200, vocab=12_000, seed=3)]
+    found, params = [], GREEDY.clone(max_tokens=200, logprobs=2)
+    for size, more in ((1, {}), (2, {"num_gpu_blocks_override": 40, "swap_space_gib": 1.0, "check_ranks": True})):
+        with LLM(few_layers, tensor_parallel_size=size, **{**SETTINGS, "block_size": 16, **more}) as llm:
+            found.append(llm.generate(asked, params, use_tqdm=False))
+            [stats] = llm.step_stats()
+            assert (stats["preemptions"] > 0, stats["swapped_tokens"] > 0) == (size == 2, size == 2)
+    check_greedy(found[1], found[0])
+
+
 @pytest.mark.slow
-def test_ten_thousand_steps_replayed_and_not(model: Path) -> None:
-    """Log-probabilities and prompts make parts of steps run kernel by kernel; the ranks compare each step."""
+def test_ten_thousand_steps_replayed_and_not(few_layers: Path) -> None:
+    """Log-probabilities, pooled prompts and those of embeddings make parts of steps run kernel by kernel; the ranks
+    compare each step."""
     asked = [
-        GREEDY.clone(max_tokens=250),
-        HOT.clone(seed=1, max_tokens=200, top_p=0.9),
-        HOT.clone(seed=2, max_tokens=150, logprobs=2),
+        GREEDY.clone(max_tokens=450),
+        HOT.clone(seed=1, max_tokens=400, top_p=0.9),
+        HOT.clone(seed=2, max_tokens=200, logprobs=2),
         GREEDY.clone(max_tokens=50, prompt_logprobs=1),
         HOT.clone(seed=3, max_tokens=100, repetition_penalty=1.1),
     ]
-    with LLM(model, tensor_parallel_size=2, check_ranks=True, **SETTINGS) as llm:
-        while llm.step_stats()[0]["steps"] < 10_000:
-            outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS[:5]], asked, use_tqdm=False)
+    asked_of = [{"prompt_token_ids": prompt} for prompt in prompts(5, vocab=12_000, seed=1)]
+    embeds = {"prompt_embeds": np.random.default_rng(0).normal(size=(30, 1024)).astype(np.float32)}
+    with LLM(few_layers, tensor_parallel_size=2, check_ranks=True, **SETTINGS) as llm, ThreadPoolExecutor(1) as beside:
+        began = time.monotonic()
+        while (steps := llm.step_stats()[0]["steps"]) < 10_000:
+            rare = beside.submit(lambda: [llm.generate(embeds, HOT, use_tqdm=False) for _ in range(8)])
+            outputs = llm.generate(asked_of, asked, use_tqdm=False)
             assert [len(output.outputs[0].token_ids) for output in outputs] == [params.max_tokens for params in asked]
+            llm.embed(asked_of[0], use_tqdm=False)
+            rare.result()
+        print(f"{steps} steps in {time.monotonic() - began:.1f} s")
         assert entry(llm).restarts == 0
+
+
+# --- phases that CPUs do not have -------------------------------------------------------------------------------------
+
+TINY = {**SETTINGS, "max_model_len": 250, "tensor_parallel_size": 2}
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_restarts: None) -> Path:
+    """Where the next `Fault` is to be written."""
+    for name, value in environment_of_ranks(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    return tmp_path / "fault"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [Fault(1, "measure", "kill"), Fault(0, "measure", "stop")], ids=str)
+def test_rank_that_fails_while_steps_are_measured(tiny_llama: Path, file: Path, fault: Fault) -> None:
+    fault.write(file)
+    said = rf"rank {fault.rank}\b.*{SAYS[fault.does]}.*\(while: warm_up\)"
+    with pytest.raises(WavecoreError, match=said), LLM(tiny_llama, **TINY):
+        pass
+
+
+@pytest.mark.slow
+def test_rank_that_fails_while_a_graph_is_captured(tiny_llama: Path, file: Path) -> None:
+    """In an idle turn or beside requests. The next life captures again."""
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts(5, seed=1)]
+    with LLM(tiny_llama, **TINY) as llm:
+        for fault in (Fault(1, "capture", "kill"), Fault(0, "capture", "raise"), Fault(1, "capture", "hang")):
+            before = entry(llm)
+            fault.write(file)
+
+            def is_over(before: EngineEntry = before) -> bool:
+                with suppress(EngineDead):
+                    llm.generate(asked, GREEDY, use_tqdm=False)
+                return entry(llm).restarts > before.restarts
+
+            until(is_over, f"{fault} to happen", seconds=60)
+            cause = entry(llm).last_cause
+            assert cause is not None and re.search(rf"rank {fault.rank}\b.*{SAYS[fault.does]}", cause.message)
+        assert all(output.error is None for output in llm.generate(asked, GREEDY, use_tqdm=False))

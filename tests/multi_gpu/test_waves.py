@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT
 from tests.multi_gpu.wave_rank import ASKED, GREEDY, SETTINGS, TURNS
 from tests.support.checkpoints import assert_greedy, load_reference, make_config, prompts, save_model
+from tests.support.environment import environment
 
 from wavecore import LLM
 from wavecore.transport.errors import EngineDead
@@ -35,14 +35,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def run_ranks(model: Path, device: str) -> list[dict[str, Any]]:
     """What two ranks said."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     with ExitStack() as until:
         fds = [fd for _, fd in group_memory.create(2, until)]
         ranks = [
             subprocess.Popen(
                 [sys.executable, PROGRAM, str(rank), model, f"cuda:{rank}" if device == "cuda" else device]
                 + [str(fd) for fd in fds],
-                env=environment,
+                env=environment(),
                 pass_fds=fds,
                 stdout=subprocess.PIPE,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -17,9 +16,9 @@ from typing import Any
 
 import httpx
 import psutil
+from tests.support.environment import environment
 from tests.support.waiting import until
 
-SOURCE = Path(__file__).parents[2] / "src"
 COMMAND = [sys.executable, "-m", "wavecore.frontend.cli.main", "serve"]
 
 
@@ -78,10 +77,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(*flags: str, **environment: str) -> Iterator[Served]:
+def served(*flags: str, **more: str) -> Iterator[Served]:
     """Start one at a port that is free, and end it in order."""
-    env = {**os.environ, "PYTHONPATH": str(SOURCE), **environment}
-    command = [*COMMAND, "--port", "0", *flags]
+    command, env = [*COMMAND, "--port", "0", *flags], environment(**more)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         try:
             assert process.stdout is not None and process.stderr is not None

@@ -170,14 +170,15 @@ class Group(EngineGroup):
         entry = EngineEntry(index, server_key=context.server_key, stage=specs[0].stage)
         super().__init__(tuple(replace(entry, index=index + i) for i in range(len(self._serving))), context)
         self._ranks: list[RankProcess] = []  # of this life, until the next one
-        self._watch: GroupWatch | None = None  # from ready on
+        self._watch = GroupWatch([], 0.0, 0.0)  # of this life
         self._first: RankProcess | None = None  # that failed, or ended
         self._is_over = True  # this life is: its cause is told, though ranks may still be on their way out
+        self._is_ready = False  # in this life
 
     def spawn(self) -> None:
         self._spawn_at = self._kill_at = math.inf
         self._ready_by = time.monotonic() + self._limits.ready
-        self._ranks, self._watch, self._first, self._is_over = [], None, None, False
+        self._ranks, self._first, self._is_ready, self._is_over = [], None, False, False
         try:
             self._spawn_ranks()
         except OSError as error:  # no descriptors, memory or process ids just now
@@ -185,6 +186,8 @@ class Group(EngineGroup):
             self._end_ranks()
             self._died(Cause("resource", f"{self._name(rank)} could not be started: {error}", "start", rank))
         else:
+            pages = [(rank.entry.pid, rank.child.progress) for rank in self._ranks]
+            self._watch = GroupWatch(pages, self._limits.idle, self._limits.step)
             self._change(state="restarting" if self._was_ready else "starting")
 
     def stop(self, drain: float) -> None:
@@ -216,14 +219,14 @@ class Group(EngineGroup):
                 self.spawn()
         elif self._kill_at < math.inf:
             return
-        elif self._watch is None:
-            if now >= self._ready_by:
-                late = next(rank for rank in self._ranks if rank.endpoints is None)
-                advice = f"{self._specs[0].slow_start_advice}, or " if self._specs[0].slow_start_advice else ""
-                reason = f"was not ready after {self._limits.ready:g} s (phase: {late.phase})"
-                self._give_up(late, "start", f"{reason}; {advice}see its last output for what it waits for")
-        elif stuck := self._watch.tick():
+        elif stuck := self._watch.tick():  # one that starts has no work, and so only where it is stopped
             self._give_up(self._ranks[stuck[0]], "stuck", f"was stuck and has been ended: {stuck[1]}")
+        elif not self._is_ready and now >= self._ready_by:
+            # Those that wait for it came further, so they said something after it
+            late = min((rank for rank in self._ranks if rank.endpoints is None), key=lambda rank: rank.since)
+            advice = f"{self._specs[0].slow_start_advice}, or " if self._specs[0].slow_start_advice else ""
+            reason = f"was not ready after {self._limits.ready:g} s (phase: {late.phase})"
+            self._give_up(late, "start", f"{reason}; {advice}see its last output for what it waits for")
 
     # --- one life -------------------------------------------------------------------------------------------------
 
@@ -269,7 +272,7 @@ class Group(EngineGroup):
 
     def _on_change(self, rank: RankProcess) -> None:
         """A rank is ready, says why it fails, or has ended."""
-        starts = self._watch is None and not (self._first or self._is_over or self._stopping)
+        starts = not (self._is_ready or self._first or self._is_over or self._stopping)
         if starts and all(r.endpoints for r in self._ranks):
             self._serve()
         if self._first is None and not self._is_over and rank.failed:
@@ -286,9 +289,7 @@ class Group(EngineGroup):
     def _serve(self) -> None:
         """All ranks are ready."""
         self.resolved = self._ranks[0].resolved
-        self._was_ready = True
-        pages = [(rank.entry.pid, rank.child.progress) for rank in self._ranks]
-        self._watch = GroupWatch(pages, self._limits.idle, self._limits.step)
+        self._is_ready = self._was_ready = True
         said = [self._ranks[rank].endpoints for rank in self._serving]
         self.entries = tuple(
             replace(entry, epoch=its.epoch, input=its.input, output=its.output)
@@ -333,8 +334,7 @@ class Group(EngineGroup):
 
     def _died(self, cause: Cause) -> None:
         """This life is over. Plan the next one, or give up."""
-        self._is_over, was_ready = True, self._watch is not None
-        self._watch, self._ready_by = None, math.inf
+        self._is_over, self._ready_by = True, math.inf
         if self._stopping:
             in_order = cause.code == "exit" and cause.status <= 0
             self._change(cause=None if in_order else cause)
@@ -344,7 +344,7 @@ class Group(EngineGroup):
             who = f"{self._specs[0].name}: " if self._specs[0].stage else ""
             self.failure = (cause.located(who) if self._is_alone else cause).as_error()
             return
-        self._spawn_at, changed = self._backoff.plan(self._specs[0].name, cause, was_ready)
+        self._spawn_at, changed = self._backoff.plan(self._specs[0].name, cause, self._is_ready)
         self._change(**changed)
         if cause.phase == "bind" and not cause.signal:  # its port was taken meanwhile: take a new one
             self._change(input="", output="")

@@ -41,6 +41,7 @@ class RankProcess:
         child: its process.
         entry: its line of the deployment; replaced, never changed.
         phase: what it is doing.
+        since: when it last said so, in seconds of the monotonic clock.
         endpoints: where it listens, and its epoch, as it said when it was ready; None until then.
         resolved: what it resolved at start; of an API process its sessions with engines, which it tells again.
         failed_at: when it said why it fails, in seconds of the monotonic clock; infinity until then.
@@ -66,7 +67,7 @@ class RankProcess:
         self.cause: Cause | None = None
         self._spec, self._selector, self._on_phase, self._on_change = spec, selector, on_phase, on_change
         self._seconds: dict[str, float] = {}  # of each phase that is over
-        self._since = time.monotonic()
+        self.since = time.monotonic()
         self.child = Child(spec)
         self.entry = RankEntry(rank, self.child.pid, spec.device)
         self._status, self._log = LineReader(self.child.status_fd), LineReader(self.child.log_fd)
@@ -167,5 +168,5 @@ class RankProcess:
 
     def _enter(self, phase: str, at: float) -> None:
         """It began with a phase, in which it may have been before."""
-        self._seconds[self.phase] = round(self._seconds.get(self.phase, 0.0) + at - self._since, 3)
-        self.phase, self._since = phase, at
+        self._seconds[self.phase] = round(self._seconds.get(self.phase, 0.0) + at - self.since, 3)
+        self.phase, self.since = phase, at

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import triton
 from tests.support.checkpoints import make_config
+from tests.support.environment import environment
 from tests.support.waiting import until
 
 from wavecore.engine_core.api.config import EngineConfig
@@ -76,6 +77,7 @@ def test_a_start_goes_on_whatever_becomes_of_it(
     stamp = tmp_path / "stamp"
     program(name)
     monkeypatch.setattr(compilation, "MOST_SECONDS", limit)
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     others = psutil.Process().children()  # of other tests
     with KernelCompiler(CONFIG, stamp) as compiler:
         compiler.wait()
@@ -168,8 +170,7 @@ def test_it_ends_with_the_engine_and_so_do_its_forks() -> None:
         "with compilation.KernelCompiler(EngineConfig(model='tests'), pathlib.Path('stamp')):\n"
         "    time.sleep(600)\n"
     )
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    with subprocess.Popen([sys.executable, "-c", program], env=environment) as engine:
+    with subprocess.Popen([sys.executable, "-c", program], env=environment()) as engine:
         process = psutil.Process(engine.pid)
         until(lambda: len(process.children(recursive=True)) == 3, seconds=60)
         children = process.children(recursive=True)

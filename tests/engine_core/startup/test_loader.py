@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.environment import environment
 from tests.support.model_driver import load
 
 from wavecore.engine_core.startup import loader
@@ -34,11 +34,9 @@ def test_float32_is_exact_where_a_container_says_otherwise(tiny_llama: Path) -> 
         "load(sys.argv[1], dtype='bfloat16'); before = torch.backends.cuda.matmul.fp32_precision;"
         "load(sys.argv[1], dtype='float32'); print(before, torch.backends.cuda.matmul.fp32_precision)"
     )
-    root = Path(__file__).parents[3]
-    path = os.pathsep.join((str(root), str(root / "src")))
-    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "PYTHONPATH": path}
     command = [sys.executable, "-c", code, tiny_llama]
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    says = environment(TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1")
+    out = subprocess.run(command, env=says, capture_output=True, text=True, check=False)
     assert out.stdout.split() == ["tf32", "ieee"], out.stderr
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from tests.support.environment import environment
 from tests.support.scripted_model import write_model
-from tests.support.served import COMMAND, SOURCE, Served, served
+from tests.support.served import COMMAND, Served, served
 from tests.support.waiting import until
 
 import wavecore
@@ -78,8 +79,8 @@ def _connected(server: Served) -> Iterator[wavecore.LLM]:
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    return subprocess.run([*COMMAND, *flags], capture_output=True, text=True, env=env, timeout=60, check=False)
+    command, env = [*COMMAND, *flags], environment()
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
 
 
 # --- the start --------------------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def test_a_unix_socket(scripted_files: list[str], tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))  # as a server leaves it that was killed
     command = [*COMMAND, *scripted_files, "--uds", str(path)]
-    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    env = environment()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None and "unix:" in process.stdout.readline()
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
@@ -141,8 +142,7 @@ def test_attached_and_by_itself(slow: Served, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         command = [*COMMAND[:2], "wavecore.frontend.serve", "--attach", str(slow.runtime_dir)]
         command += ["--fd", str(listener.fileno())]
-        env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-        with subprocess.Popen(command, pass_fds=[listener.fileno()], env=env) as process:
+        with subprocess.Popen(command, pass_fds=[listener.fileno()], env=environment()) as process:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             assert httpx.get(url + "/v1/models", timeout=30).status_code == 200
             process.send_signal(signal.SIGTERM)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ class FakeRank:
         self.endpoints: EngineEntry | None = None
         self.reason: Cause | None = None
         self.cause: Cause | None = None
-        self.progress = None
+        self.progress = SimpleNamespace(waits_for=None, is_busy=False, beats=0)
+        self.since = 0.0
         self.killed = self.silent = False
         self.failed_at = float("inf")
         self.unread: tuple[Cause, float] | None = None
@@ -341,17 +343,22 @@ def test_a_rank_that_cannot_be_spawned(fake: Any) -> None:
     assert len(next_life(group)) == 3
 
 
-def test_late_ranks_are_named(fake: Any) -> None:
+@pytest.mark.parametrize("late", [1, 2])
+def test_the_late_rank_is_named(fake: Any, late: int) -> None:
+    """Of those that are not ready the one that was silent for longest: the other may wait for it."""
     group, ranks = fake(3, ready=False)
     ranks[0].is_ready()
+    ranks[3 - late].since = 1.0
     group._ready_by = 0.0
     group.tick()
     assert not any(rank.killed for rank in ranks)  # their stacks come first
     group.tick()
     assert all(rank.killed for rank in ranks)
     ranks[0].ends()
-    ranks[1].ends()
-    with pytest.raises(StartError, match=r"^engine 0 rank 1 \(pid 101\) was not ready after 600 s \(phase: load\)"):
+    ranks[late].ends()
+    with pytest.raises(
+        StartError, match=rf"^engine 0 rank {late} \(pid 10{late}\) was not ready after 600 s \(phase: load"
+    ):
         raise group.failure or AssertionError
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from tests.support.environment import environment
 from tests.support.waiting import until
 
 from wavecore.transport.errors import ConfigError, EngineDead, ModelError, ResourceError, StartError
@@ -28,7 +29,7 @@ from wavecore.transport.processes.runtime_dir import RuntimeDir, is_held
 from wavecore.transport.processes.supervisor import Limits, Supervisor
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "quick_restarts")
-HERE = str(Path(__file__).parent)
+HERE = os.pathsep.join((str(Path(__file__).parent), environment()["PYTHONPATH"]))
 LIMITS = Limits(ready=60, drain=5, step=60, idle=0.5, grace=5)
 
 

@@ -105,7 +105,10 @@ def test_every_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     attention([1, 1, 1, 63, 65, 7], [63, 64, 129, 63, 65, 128], (256, 1, 5), dtype, 64)
     for dim in (80, 96):  # heads padded in a block of 128; the last row has tiles that no query masks
         attention([1, 1, 17, 40], [1, 97, 17, 240], (dim, 1, 3), dtype, 16)
-    assert launched == kernels() - {"_all_reduce"}  # which tests/multi_gpu launches: it needs other ranks
+    absent = {"_all_reduce"}  # tests/multi_gpu launches it: it needs other ranks
+    if dtype == torch.float32 or torch.cuda.get_device_capability() != (9, 0):
+        absent.add("_prefill_hopper")
+    assert launched == kernels() - absent
 
 
 def attention(

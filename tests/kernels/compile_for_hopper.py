@@ -27,10 +27,7 @@ def main() -> None:
     like = torch.empty(0, dtype=torch.bfloat16)
     for name, make in EXAMPLES.items():
         OPERATIONS[name].kernel(*make(like))
-    for lengths in (
-        [1, 1],
-        [2],
-    ):  # decode alone, which zeroes its padding; prompts in blocks that Hopper's kernel holds
+    for lengths in ([1, 1], [2]):  # decode alone, which zeroes its padding; what Hopper's prefill kernel holds
         batch, num_blocks = make_batch(lengths, [70] * len(lengths), 16)
         q = torch.zeros(2, 8, 128, dtype=torch.bfloat16)
         paged_attention(q, make_kv_cache(num_blocks, 1, 2, 16, 128, like), 0, batch, 0.1, 5.0, 7)

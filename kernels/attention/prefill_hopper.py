@@ -120,7 +120,7 @@ def _prefill_hopper(
     tiles = (ring, full, empty)
     start = token.to(gl.int64) * token_stride + kv_head * (GROUP * DIM)
     rows = (q_ptr + start, out_ptr + start, token_stride, gl.minimum(end - token, BLOCK_Q), q_tiles)
-    table_ptr = tables_ptr + row.to(gl.int64) * table_stride
+    table_ptr = tables_ptr + row * table_stride.to(gl.int64)
     gl.warp_specialize(
         [
             (_attend, (0, keys, rows, tiles, scale, GROUP, CAP, WINDOW)),
@@ -155,7 +155,7 @@ def _load(keys, tiles, cache, table_ptr, kv_head, KV_BLOCK: gl.constexpr):
         blocks = ()
         for i in gl.static_range(PIECES):  # behind the last key block 0 stands in
             key = start + i * PIECE
-            blocks += (gl.load(table_ptr + key // KV_BLOCK, mask=key < length, other=0),)
+            blocks += (gl.load(table_ptr + key // KV_BLOCK, mask=key < length, other=0),)  # type: ignore[assignment]
         slot = item % SLOTS
         mbarrier.wait(empty.index(slot), item // SLOTS % 2 ^ 1)
         mbarrier.expect(full.index(slot), BLOCK_N * PARTS * 128)

@@ -140,7 +140,10 @@ def test_paged_attention(watched: Watched) -> None:
 
 def test_that_none_is_left_out(watched: Watched) -> None:
     """After the others; the one behind sums over ranks is in tests/kernels/test_all_reduce.py and tests/multi_gpu."""
-    assert watched.launched == kernels() - {"_all_reduce"}
+    absent = {"_all_reduce"}
+    if torch.cuda.get_device_capability() != (9, 0):
+        absent.add("_prefill_hopper")
+    assert watched.launched == kernels() - absent
 
 
 def attention(

@@ -11,6 +11,7 @@ from documents import ROOT
 from tests.test_layers import imports
 
 FILES = sorted((ROOT / "kernels").rglob("*.py"))
+JITTED = {"triton.jit", "gluon.jit"}
 PLAIN = ("batch.py", "device.py", "sampling/rows.py")
 """Data and facts that twins use too."""
 
@@ -24,7 +25,7 @@ def decorators(path: Path) -> Iterator[str]:
 
 
 def test_mypy_is_told_of_every_file_with_jitted_functions() -> None:
-    jitted = [file for file in FILES if "triton.jit" in decorators(file)]
+    jitted = [file for file in FILES if not JITTED.isdisjoint(decorators(file))]
     modules = [".".join(("wavecore", *file.relative_to(ROOT).with_suffix("").parts)) for file in jitted]
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
     [listed] = [entry["module"] for entry in settings if not entry.get("disallow_untyped_decorators", True)]
@@ -41,5 +42,5 @@ def test_twins_and_plain_data_know_no_triton() -> None:
 
 def test_no_kernel_takes_anything_from_a_twin() -> None:
     for file in FILES:
-        if "triton.jit" in decorators(file):
+        if not JITTED.isdisjoint(decorators(file)):
             assert not [name for name in imports(file) if ".reference" in name], file

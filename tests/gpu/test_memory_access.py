@@ -141,7 +141,7 @@ def test_paged_attention(watched: Watched) -> None:
 def test_that_none_is_left_out(watched: Watched) -> None:
     """After the others; the one behind sums over ranks is in tests/kernels/test_all_reduce.py and tests/multi_gpu."""
     absent = {"_all_reduce"}
-    if torch.cuda.get_device_capability() != (9, 0):
+    if watched.dtype == torch.float32 or torch.cuda.get_device_capability() != (9, 0):
         absent.add("_prefill_hopper")
     assert watched.launched == kernels() - absent
 

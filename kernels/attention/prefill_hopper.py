@@ -204,8 +204,8 @@ def _attend(HALF: gl.constexpr, keys, rows, tiles, scale, GROUP: gl.constexpr, C
     acc = warpgroup_mma(weights, ring.index((item - 1) % SLOTS), acc)
     share = 1.0 / gl.where(total == 0.0, 1.0, total)  # where there is a window, padding rows can have seen no key
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, V))[:, None]
-    place, real = _places(HALF, token_stride, count, GROUP, DIM, V)
-    gl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=real)
+    q.store(acc.to(q.dtype))  # and from there, where rows lie whole, to memory
+    gl.store(out_ptr + place, q.load(WIDE), mask=real)
 
 
 @gluon.jit

@@ -43,11 +43,10 @@ from wavecore.transport.processes.child import die_with_parent
 META = torch.device("meta")
 BOOLS = ["expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true"]
 LATE: dict[str, dict[str, Any]] = {
-    "torch._dynamo": {"disable": lambda fn, *_, **__: fn},
     "torch.fx.experimental.symbolic_shapes": {
         **dict.fromkeys(BOOLS, bool),
-        "has_guarding_hint": lambda _: True,
-        "guarding_hint_or_throw": int,
+        **dict.fromkeys(("has_hint", "has_guarding_hint"), lambda _: True),
+        **dict.fromkeys(("size_hint", "guarding_hint_or_throw"), lambda size, **_: size),
         "is_nested_int": lambda _: False,
         "sym_eq": lambda x, y: x == y if isinstance(x, int) else [*x] == [*y],
         "sym_and": lambda *x: all(x),
@@ -56,8 +55,8 @@ LATE: dict[str, dict[str, Any]] = {
     "torch.utils._sympy.functions": {"Max": max},
     "sympy": {"Basic": type("Basic", (), {})},
 }
-"""What takes three seconds to import. Operations that torch decomposes for "meta" ask its compiler to leave them alone,
-and sympy about sizes: here these are numbers."""
+"""What operations that torch decomposes for "meta" import, for two seconds, to ask about sizes, which may be symbols;
+here they are numbers. Which names are asked for depends on torch's version."""
 NOT_LAUNCHED: Any = SimpleNamespace(
     launch_metadata=lambda *_: None, run=lambda *_: None, function=None, packed_metadata=None
 )
@@ -70,7 +69,7 @@ class Late(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system asks
             raise AttributeError(name)
-        for module in [module for module in LATE if isinstance(sys.modules[module], Late)]:
+        for module in [module for module in LATE if isinstance(sys.modules.get(module), Late)]:
             del sys.modules[module]
         return getattr(import_module(self.__name__), name)
 
@@ -150,6 +149,9 @@ def compile_kernels(runner: ModelRunner, config: EngineConfig, forks: Forks) -> 
     target = GPUTarget("cuda", device.STANDS_FOR["capability"], 32)
     no_driver = {"get_current_device": lambda: 0, "get_current_stream": int, "get_current_target": lambda: target}
     driver.set_active(SimpleNamespace(**no_driver))
+    # They import its compiler, too, for a second, to ask that it leave them alone.
+    asked: Any = SimpleNamespace(disable=lambda fn, *_, **__: fn)
+    sys.modules.setdefault("torch._dynamo", asked)
     for name, known in LATE.items():
         late = sys.modules[name] = Late(name)
         vars(late).update(known)

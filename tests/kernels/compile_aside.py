@@ -26,6 +26,7 @@ if __name__ == "__main__":
     }
     vars(kernel_compiler).update(stand_ins)
     assert not kernel_compiler.main(), "a fork failed"
+    assert isinstance(sys.modules["torch._dynamo"], SimpleNamespace), "torch's compiler was imported"
     real = [name for name in kernel_compiler.LATE if not isinstance(sys.modules[name], kernel_compiler.Late)]
     assert not real, "something was asked of these modules that nobody knows"
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process that forks has threads"

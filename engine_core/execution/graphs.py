@@ -12,8 +12,8 @@ import gc
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -61,6 +61,13 @@ class StepGraphs:
         if self.most and part not in self._graphs:
             self._uses[part] += 1
         function(*args)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What runs inside makes no graph wanted."""
+        uses, self._uses = self._uses, Counter()
+        yield
+        self._uses = uses
 
     def wanted(self, uses: int) -> bool:
         """Some part without a graph ran so often, and there is room for its graph."""

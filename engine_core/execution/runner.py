@@ -275,7 +275,8 @@ class ModelRunner:
         bucket = self.unmet.popleft()
         if isinstance(bucket, StepPlan):
             self.state.block_table.zero_()
-            self.start(bucket).wait()
+            with self.graphs.uncounted():
+                self.start(bucket).wait()
             return
         self._pad()
         self.forward(bucket)

@@ -19,7 +19,7 @@ from wavecore.engine_core.execution.graphs import PIECE, Part, StepGraphs
 from wavecore.engine_core.execution.step_shape import Bucket, Buckets
 from wavecore.engine_core.loop import core
 from wavecore.engine_core.plan import StepPlan
-from wavecore.engine_core.startup.warm_up import every_size
+from wavecore.engine_core.startup.warm_up import _beginning, every_size
 
 MIB = 1 << 20
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], [9] * 11, [3, 1]]
@@ -247,6 +247,11 @@ def test_an_idle_engine_meets_every_size_and_changes_nothing(tiny_llama: Path) -
     while engine.core.has_work:
         engine.core.step()
     assert met == sizes and len(made.captured) == captured and torch.equal(runner.kv_cache, cache)
+    biased = replace(GREEDY, temperature=1.0, logit_bias={0: 1.0}, min_p=0.1, seed=0)
+    runner.unmet.append(_beginning([(0, 1)], biased))  # a whole step makes no graph wanted, either
+    while engine.core.has_work:
+        engine.core.step()
+    assert len(met) == len(sizes) + 1 and len(made.captured) == captured
     runner.forward = forward
     assert engine.generate(PROMPTS, params) == plain.generate(PROMPTS, params)
 

@@ -147,11 +147,12 @@ def _draw(v, cutoff_ptr, best_ptr, HAS_CUTOFF: tl.constexpr, BLOCK: tl.constexpr
             rough = tl.where(x / temperature >= tl.load(cutoff_ptr + row), rough, float("-inf"))
         x = rough
     best = tl.max(x, axis=0)
-    token = tl.min(tl.where(x == best, column, v.vocab - 1), axis=0)
-    if noisy & (tl.abs(best) < float("inf")):
-        least = best - 2 * NEAR - tl.abs(best) * 1e-6  # quotients are rounded
+    doubtful = noisy & (tl.abs(best) < float("inf"))
+    least = best - tl.where(doubtful, 2 * NEAR + tl.abs(best) * 1e-6, 0.0)  # quotients are rounded
+    at = tl.min(tl.where(x >= least, column, v.vocab), axis=0)
+    token = at
+    if doubtful:
         best = float("-inf")
-        at = tl.min(tl.where(x >= least, column, v.vocab), axis=0)
         while at < v.vocab:
             value = row_values(v, row, slot, at) + gumbel(v.first + at, key_1, key_2)
             token = tl.where(value > best, at, token)

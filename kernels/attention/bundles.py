@@ -27,32 +27,15 @@ SPAN = tl.constexpr(1 << 20)  # above the tiles of any row
 def find_bundles(key: Tensor, batch: Batch, block_size: int, tile: int) -> None:
     """Queue the search for rows that share; see `Ranges.key`, and `tile` in `make_ranges`."""
     rows = len(key)
-    _find[(rows,)](
-        batch.block_tables,
-        batch.block_tables.stride(0),
-        batch.query_start,
-        batch.seq_lens,
-        key,
-        rows,
-        KV_BLOCK=block_size,
-        TILE=tile,
-        BLOCK_R=ROWS_AT_ONCE,
-        num_warps=4,
-    )
+    step = batch.block_tables, batch.block_tables.stride(0), batch.query_start, batch.seq_lens
+    _find[(rows,)](*step, key, rows, KV_BLOCK=block_size, TILE=tile, BLOCK_R=ROWS_AT_ONCE, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows"])
 def _find(
-    tables_ptr,
-    table_stride,
-    query_start_ptr,
-    seq_lens_ptr,
-    key_ptr,
-    num_rows,
-    KV_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    tables_ptr, table_stride, query_start_ptr, seq_lens_ptr, key_ptr, num_rows,
+    KV_BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """A program chooses what a row shares: so many blocks that their number times that of other rows is largest.
 
     Rows of one beginning mostly choose alike; each choice is right by itself, as its tables are compared.

@@ -52,82 +52,26 @@ def decode_attention(
     block_d = max(LEAST_BLOCK_D, triton.next_power_of_2(dim))
     # beside the end of another kernel, the programs of many rows would not spread evenly over the multiprocessors
     launch = early(q.device, tokens == 1)
-    _decode[(len(ranges.first), kv_heads)](
-        q,
-        kv_cache,
-        batch.block_tables,
-        batch.block_tables.stride(0),
-        batch.query_start,
-        batch.seq_lens,
-        ranges,
-        out,
-        layer,
-        num_layers,
-        rows,
-        scale * LOG2E,
-        soft_cap * LOG2E,
-        HAS_CAP=soft_cap != 0.0,
-        WINDOW=window,
-        HQ=heads,
-        HKV=kv_heads,
-        DIM=dim,
-        KV_BLOCK=block_size,
-        BUNDLE_ROWS=bundle_rows,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
-        BLOCK_M=width,
-        BLOCK_D=block_d,
-        TILE=tile,
-        num_warps=warps,
-        num_stages=stages,
-        maxnreg=registers(warps * resident),
-        **launch,
-    )
-    _merge[(max(rows, tokens) if zero_padding else rows, heads)](
-        batch.query_start,
-        ranges,
-        out,
-        rows,
-        tokens,
-        len(ranges.first),
-        ZERO_PADDING=zero_padding,
-        BUNDLE_ROWS=bundle_rows,
-        HQ=heads,
-        DIM=dim,
-        BLOCK_D=block_d,
-        BLOCK_P=MERGE_BLOCK,
-        num_warps=1 if dim <= 128 else 2,
-        **launch,
-    )
+    keys = kv_cache, batch.block_tables, batch.block_tables.stride(0), batch.query_start, batch.seq_lens
+    numbers = layer, num_layers, rows, scale * LOG2E, soft_cap * LOG2E
+    model = {"HAS_CAP": soft_cap != 0.0, "WINDOW": window, "HKV": kv_heads, "KV_BLOCK": block_size, "TILE": tile}
+    both = {"BUNDLE_ROWS": bundle_rows, "HQ": heads, "DIM": dim, "BLOCK_D": block_d, **launch}
+    blocks = {"BLOCK_G": max(16, triton.next_power_of_2(group)), "BLOCK_M": width}
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers(warps * resident)}
+    _decode[(len(ranges.first), kv_heads)](q, *keys, ranges, out, *numbers, **model, **both, **blocks, **options)
+    merging = {"ZERO_PADDING": zero_padding, "BLOCK_P": MERGE_BLOCK, "num_warps": 1 if dim <= 128 else 2}
+    grid = max(rows, tokens) if zero_padding else rows, heads
+    _merge[grid](batch.query_start, ranges, out, rows, tokens, len(ranges.first), **both, **merging)
 
 
 @triton.jit(do_not_specialize=["table_stride", "layer", "num_layers", "num_rows"])
 def _decode(
-    q_ptr,
-    cache_ptr,
-    tables_ptr,
-    table_stride,
-    query_start_ptr,
-    seq_lens_ptr,
-    ranges,
-    out_ptr,
-    layer,
-    num_layers,
-    num_rows,
-    scale,
-    soft_cap,
-    HAS_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    DIM: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BUNDLE_ROWS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    q_ptr, cache_ptr, tables_ptr, table_stride, query_start_ptr, seq_lens_ptr, ranges, out_ptr, layer, num_layers,
+    num_rows, scale, soft_cap,
+    HAS_CAP: tl.constexpr, WINDOW: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, DIM: tl.constexpr,
+    KV_BLOCK: tl.constexpr, BUNDLE_ROWS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A program (range of tiles, KV head) attends with one query token of each row that has tiles in its range.
 
     at, tile                   places in the list of all tiles
@@ -239,20 +183,10 @@ def _decode(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "programs"])
 def _merge(
-    query_start_ptr,
-    ranges,
-    out_ptr,
-    num_rows,
-    num_tokens,
-    programs,
-    ZERO_PADDING: tl.constexpr,
-    BUNDLE_ROWS: tl.constexpr,
-    HQ: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    query_start_ptr, ranges, out_ptr, num_rows, num_tokens, programs,
+    ZERO_PADDING: tl.constexpr, BUNDLE_ROWS: tl.constexpr, HQ: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A program (index, query head) merges the partial results of row `index`.
 
     Where ZERO_PADDING, it also zeroes token `index`, if that is padding.

@@ -92,33 +92,17 @@ def make_ranges(
     )
     if sharing:
         find_bundles(made.key, batch, block_size, tile)
-    _map_ranges[(1,)](
-        batch.query_start,
-        batch.seq_lens,
-        made,
-        rows,
-        programs,
-        WINDOW=window,
-        TILE=tile,
-        BUNDLE_ROWS=bundle_rows,
-        BLOCK_R=ROWS_AT_ONCE,
-        num_warps=8 if sharing else 4,
-    )
+    options = {"WINDOW": window, "TILE": tile, "BUNDLE_ROWS": bundle_rows, "num_warps": 8 if sharing else 4}
+    step = batch.query_start, batch.seq_lens
+    _map_ranges[(1,)](*step, made, rows, programs, BLOCK_R=ROWS_AT_ONCE, **options)
     return made
 
 
 @triton.jit(do_not_specialize=["num_rows", "programs"])
 def _map_ranges(
-    query_start_ptr,
-    seq_lens_ptr,
-    ranges,
-    num_rows,
-    programs,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-    BUNDLE_ROWS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    query_start_ptr, seq_lens_ptr, ranges, num_rows, programs,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, BUNDLE_ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """One program makes the map, BLOCK_R rows at a time: first the length of the list, then where each range begins."""
     places = 0
     if BUNDLE_ROWS:
@@ -162,15 +146,9 @@ def _lay(start_ptr, first_ptr, item, tiles, inside, size, done):
 
 @triton.jit
 def _tiles(
-    query_start_ptr,
-    seq_lens_ptr,
-    ranges,
-    row,
-    num_rows,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-    BUNDLE_ROWS: tl.constexpr,
-):
+    query_start_ptr, seq_lens_ptr, ranges, row, num_rows,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, BUNDLE_ROWS: tl.constexpr,
+):  # fmt: skip
     """Entries of each row in the list, of what it reads alone: none unless it has one query token."""
     length = decode_length(query_start_ptr, seq_lens_ptr, row, num_rows)
     tiles = (length + TILE - 1) // TILE

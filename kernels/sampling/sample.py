@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from wavecore.kernels.sampling.cutoff import find_cutoff
-from wavecore.kernels.sampling.hash import gumbel, row_keys
+from wavecore.kernels.sampling.hash import NEAR, gumbel, rough_gumbel, row_keys
 from wavecore.kernels.sampling.rows import PART, SamplingRows
-from wavecore.kernels.sampling.values import EXACT, adjusted, is_greedy, row_values, values_of
+from wavecore.kernels.sampling.values import EXACT, adjusted, is_greedy, logits_of, penalised, row_values, values_of
 
 WORD_BLOCK = 256
 """A bad word has at most so many tokens (`sampling_params.MAX_STOP_LENGTH`)."""
@@ -119,31 +119,47 @@ def _adjust(v, out_ptr, BLOCK: tl.constexpr):
 @triton.jit
 def _draw(v, cutoff_ptr, best_ptr, HAS_CUTOFF: tl.constexpr, BLOCK: tl.constexpr):
     """A program (row, part of BLOCK tokens) writes to best [2, rows, parts] the part's best value, NaN if any is, and
-    its token; 0 where the row does not sample."""
+    its token; 0 where the row does not sample.
+
+    With a temperature rough noise finds the few tokens that may be the best one, and these are compared exactly.
+    """
     row = tl.program_id(0)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
     value_ptr = best_ptr + row.to(tl.int64) * parts + part
     token_ptr = value_ptr + tl.num_programs(0).to(tl.int64) * parts
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    x = logits_of(v, row, column)  # on its way while the row's parameters are
     slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:
         tl.store(value_ptr, 0.0)
         tl.store(token_ptr, 0.0)
         return
-    column = part * BLOCK + tl.arange(0, BLOCK)
-    x = row_values(v, row, slot, column)
+    temperature = tl.load(v.temperature + slot)
+    key_1, key_2 = row_keys(tl.load(v.seed + slot), tl.load(v.choice + slot), tl.load(v.positions + row))
+    x = penalised(v, x, slot, column)
     broken = tl.max((x != x).to(tl.int32), axis=0)
-    if is_greedy(v, slot) == 0:
-        key_1, key_2 = row_keys(tl.load(v.seed + slot), tl.load(v.choice + slot), tl.load(v.positions + row))
-        noisy = x + gumbel(v.first + column, key_1, key_2)
-        if HAS_CUTOFF:
-            noisy = tl.where(x >= tl.load(cutoff_ptr + row), noisy, float("-inf"))
-        x = noisy
     x = tl.where(x == x, x, float("-inf"))
+    noisy = is_greedy(v, slot) == 0
+    if noisy:
+        rough = x * (1.0 / temperature) + rough_gumbel(v.first + column, key_1, key_2)
+        if HAS_CUTOFF:
+            rough = tl.where(x / temperature >= tl.load(cutoff_ptr + row), rough, float("-inf"))
+        x = rough
     best = tl.max(x, axis=0)
-    token = v.first + tl.min(tl.where(x == best, column, v.vocab - 1), axis=0)
+    doubtful = noisy & (tl.abs(best) < float("inf"))
+    least = best - tl.where(doubtful, 2 * NEAR + tl.abs(best) * 1e-6, 0.0)  # quotients are rounded
+    at = tl.min(tl.where(x >= least, column, v.vocab), axis=0)
+    token = at
+    if doubtful:
+        best = float("-inf")
+        while at < v.vocab:
+            value = row_values(v, row, slot, at) + gumbel(v.first + at, key_1, key_2)
+            token = tl.where(value > best, at, token)
+            best = tl.maximum(value, best)
+            at = tl.min(tl.where((x >= least) & (column > at), column, v.vocab), axis=0)
     tl.store(value_ptr, tl.where(broken > 0, float("nan"), best))
-    tl.store(token_ptr, token.to(tl.float32))
+    tl.store(token_ptr, (v.first + token).to(tl.float32))
 
 
 @triton.jit

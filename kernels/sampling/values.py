@@ -61,8 +61,18 @@ def row_values(v, row, slot, token):
 @triton.jit
 def adjusted(v, row, slot, token):
     """The same, not yet divided by the temperature."""
+    return penalised(v, logits_of(v, row, token), slot, token)
+
+
+@triton.jit
+def logits_of(v, row, token):
+    x = tl.load(v.logits + row.to(tl.int64) * v.stride + token, mask=token < v.vocab, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def penalised(v, x, slot, token):
     inside = token < v.vocab
-    x = tl.load(v.logits + row.to(tl.int64) * v.stride + token, mask=inside, other=float("-inf")).to(tl.float32)
     allowed_row = tl.load(v.allowed_row + slot).to(tl.int64)
     if allowed_row >= 0:
         word = tl.load(v.allowed + allowed_row * v.allowed_stride + token // 32, mask=inside, other=0)

@@ -26,11 +26,12 @@ def main() -> None:
     launched = compile_only(89)
     shapes.shared_memory = lambda _device: 99 << 10
     shared = {}
-    for dim, dtype in ((256, torch.bfloat16), (256, torch.float32)):
+    bf16, most, few = torch.bfloat16, shapes.MAX_GROUP, 4  # of many heads no two rows fit one product
+    for dim, heads, dtype in ((256, most, bf16), (256, most, torch.float32), (256, few, bf16), (128, few, bf16)):
         batch, num_blocks = make_batch([1, 5], [70, 40], 16)
-        q = torch.zeros(6, shapes.MAX_GROUP, dim, dtype=dtype)
+        q = torch.zeros(6, heads, dim, dtype=dtype)
         paged_attention(q, make_kv_cache(num_blocks, 1, 1, 16, dim, q), 0, batch, 0.1)
-        shared |= {f"{name} {dim} {dtype}": kernel.metadata.shared for name, kernel in launched}
+        shared |= {f"{name} {dim} x {heads} {dtype}": kernel.metadata.shared for name, kernel in launched}
         launched.clear()
     for operation in (sample.adjust, sample.draw):
         operation(*EXAMPLES[operation.__name__](torch.empty(0, dtype=torch.bfloat16)))

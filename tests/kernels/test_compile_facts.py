@@ -12,7 +12,8 @@ def test_attention_fits_and_sampling_rounds_alike(tmp_path: Path) -> None:
     """The largest blocks fit the shared memory of consumer GPUs. Every kernel of sampling computes penalised logits
     anew, so none may fuse a multiplication and an addition."""
     facts = json.loads(run("compile_facts.py", tmp_path))
-    assert {"_prefill 256 torch.bfloat16", "_decode 256 torch.float32"} < facts["shared"].keys()
+    kinds = {"_prefill 256 x 32 torch.bfloat16", "_decode 256 x 32 torch.float32", "_find 256 x 4 torch.bfloat16"}
+    assert kinds < facts["shared"].keys()
     assert max(facts["shared"].values()) <= 99 << 10, facts["shared"]
     loose = {name: facts["loose"][name] for name in ("_group_peaks", "_collect", "_search", "_adjust", "_draw")}
     assert not any(loose.values()), loose

@@ -13,7 +13,7 @@ from tests.kernels.sampling.sampling_case import EDGES, INF, Case, check_cutoff,
 
 from wavecore.kernels.examples import sampling_rows
 from wavecore.kernels.reference.sampling import _penalise, gumbel_of_bits
-from wavecore.kernels.sampling.hash import gumbel
+from wavecore.kernels.sampling.hash import NEAR, gumbel, rough_gumbel
 from wavecore.kernels.sampling.rows import GOLDEN, MIX_1, MIX_2, NO_LIMIT, SEEN_IN_PROMPT
 from wavecore.kernels.sampling.values import row_values, values_of
 
@@ -175,10 +175,11 @@ def test_values_with_penalties(device: str) -> None:
 
 
 @triton.jit
-def _store_noise(token_ptr, key_ptr, out_ptr, COUNT: tl.constexpr):
+def _store_noise(token_ptr, key_ptr, out_ptr, rough_ptr, COUNT: tl.constexpr):
     i = tl.arange(0, COUNT)
     key_1, key_2 = tl.load(key_ptr).to(tl.uint32), tl.load(key_ptr + 1).to(tl.uint32)
     tl.store(out_ptr + i, gumbel(tl.load(token_ptr + i), key_1, key_2))
+    tl.store(rough_ptr + i, rough_gumbel(tl.load(token_ptr + i), key_1, key_2))
 
 
 def unmixed(bits: int) -> int:
@@ -192,15 +193,17 @@ def unmixed(bits: int) -> int:
 
 @pytest.mark.parametrize("keys", [(0, 0), (0x12345678, 0x9ABFFFFF), (0xFFFFFFFF, 0x80000001)])
 def test_noise_at_both_ends_and_between(keys: tuple[int, int], device: str) -> None:
-    """At the ends lie the uniform numbers that one token in billions meets."""
+    """At the ends lie the uniform numbers that one token in billions meets. Rough noise is as near as it says."""
     key_1, key_2 = keys
     ends = [0, 1, 2, 300, (1 << 23) - 1, 1 << 23, (1 << 24) + 1, (1 << 31) - 1]
+    ends += [int(2 ** (31 * i / 504)) - 1 for i in range(504)]
     bits = [*ends, *((1 << 32) - 1 - distance for distance in ends)]
     mixed = [unmixed(unmixed(b) ^ key_2) ^ key_1 for b in bits]
     tokens = torch.tensor([t * pow(GOLDEN, -1, 1 << 32) % (1 << 32) for t in mixed], device=device).int()
-    got = torch.empty(len(bits), device=device)
-    _store_noise[(1,)](tokens, torch.tensor(keys, device=device), got, COUNT=len(bits))
+    got, rough = torch.empty(2, len(bits), device=device)
+    _store_noise[(1,)](tokens, torch.tensor(keys, device=device), got, rough, COUNT=len(bits))
     assert torch.isfinite(got).all()
     offset = floats(((key_2 & 0xFFFFFF) + 0.5) * 2.0**-56, device)
     want = gumbel_of_bits(torch.tensor(bits, device=device).int(), offset)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-6)
+    assert float((rough - want).abs().max()) < NEAR.value

@@ -60,7 +60,7 @@ SETTINGS: Mapping[
     "served_model_name": "bench",
 }
 INPUTS, OUTPUTS, TEMPERATURE = (64, 512), (64, 192), 0.6
-WARM_UP_REQUESTS = 768
+WARM_UP_REQUESTS = 600
 START_SECONDS, END_SECONDS = 300.0, 30.0
 COLUMNS = {
     "first token ms: median": ("ttft_ms", "p50"),
@@ -101,7 +101,7 @@ class Server:
             port = probe.getsockname()[1]
         environment = dict(os.environ)
         self.url, self.runtime_dir = f"http://127.0.0.1:{port}/v1/completions", folder / "runtime"
-        chosen = {**settings, "port": port, "tokenizer": folder}
+        chosen = {**settings, "host": "127.0.0.1", "port": port, "tokenizer": folder}
         if name == "vllm":
             environment = {**ENVIRONMENT, **environment}
             if peer_path:

@@ -27,13 +27,11 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from itertools import repeat
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 from bench_gpu import machine
 from bench_peer_vllm import ENVIRONMENT
@@ -150,24 +148,38 @@ class Server:
         self._process.wait()
 
 
-def client(url: str, bodies: Sequence[Mapping[str, Any]], rate: float, concurrency: int, seed: int) -> LoadRun:
-    """What a process of the load does."""
-    return uvloop.run(run_load(url, bodies, rate, concurrency, seed=seed))
+def make_load() -> None:
+    """What a process of the load does: a run for each line of standard input, the arguments of `run_load`."""
+    print("ready", flush=True)
+    for arguments in sys.stdin:
+        run = uvloop.run(run_load(**json.loads(arguments)))
+        print(msgspec.json.encode(run).decode(), flush=True)
 
 
 class Load:
     """Processes that ask a server, each for its share of the requests."""
 
     def __init__(self, clients: int) -> None:
-        self._clients = clients
-        self._pool = ProcessPoolExecutor(clients, get_context("spawn"))
-        list(self._pool.map(time.sleep, repeat(0.2, clients)))  # all have started, so that they begin together
+        command = [sys.executable, __file__, "--make-load"]
+        self._clients = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(clients)
+        ]
+        for client in self._clients:
+            self._answer(client)
 
     def __enter__(self) -> Load:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
+        for client in self._clients:
+            client.kill()
+            client.communicate()
+
+    def _answer(self, client: subprocess.Popen[str]) -> str:
+        assert client.stdout is not None
+        if not (text := client.stdout.readline()):
+            raise SystemExit(f"a process of the load ended with status {client.wait()}")
+        return text
 
     def run(self, url: str, work: Sequence[WorkItem], rate: float = 0.0, concurrency: int = 0) -> dict[str, Any]:
         """Figures as those of `wavecore bench serve`. Poisson processes add up to one; each client draws its own.
@@ -175,10 +187,12 @@ class Load:
         Raises:
             SystemExit: a request failed.
         """
-        n = self._clients
+        n = len(self._clients)
         bodies = [request_body(item, "bench", chat=False) for item in work]
-        shares, streams = [bodies[i::n] for i in range(n)], [(concurrency + i) // n for i in range(n)]
-        runs = list(self._pool.map(client, repeat(url), shares, repeat(rate / n), streams, range(n)))
+        for i, client in enumerate(self._clients):
+            share = {"bodies": bodies[i::n], "rate": rate / n, "concurrency": (concurrency + i) // n, "seed": i}
+            print(json.dumps({"url": url, **share}), file=client.stdin, flush=True)
+        runs = [msgspec.json.decode(self._answer(client), type=LoadRun) for client in self._clients]
         samples = [sample for run in runs for sample in run.samples]
         lags = [lag for run in runs for lag in run.lags]
         figures = report(LoadRun(samples, max(run.seconds for run in runs), lags), {})
@@ -275,7 +289,7 @@ def line(values: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, nargs="+", help="folders with config.json and weights")
+    parser.add_argument("models", type=Path, nargs="*", help="folders with config.json and weights")
     parser.add_argument("--peer-path", help="folder that holds vLLM")
     parser.add_argument("--only", choices=COMMANDS, action="append", help="a server")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[256, 512])
@@ -285,7 +299,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", type=json.loads, default={}, help="of wavecore, JSON")
     parser.add_argument("--peer-settings", type=json.loads, default={}, help="of vLLM, JSON")
     parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--make-load", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.make_load:
+        make_load()
+        return
     print(
         f"{machine()}\n\n{line(['model', 'load', 'server', *COLUMNS])}\n|---|---|---|{'---:|' * len(COLUMNS)}",
         flush=True,

@@ -40,13 +40,7 @@ Whole = Callable[[Sequence[RequestOutput]], bytes]
 
 
 class StreamForm(Protocol):
-    """What an endpoint makes of outputs as they come. `place` numbers the request's prompts.
-
-    Attributes:
-        num_tokens: of all outputs so far; what `around` is for adds to it.
-    """
-
-    num_tokens: int
+    """What an endpoint makes of outputs as they come. `place` numbers the request's prompts."""
 
     def around(self, place: int) -> tuple[bytes, bytes] | None:
         """What stands around a text, as JSON, in a chunk of this prompt; None where `chunks` has to make it."""
@@ -64,6 +58,8 @@ class _Sender:
     Attributes:
         blocked_since: monotonic time since when the reader takes nothing; None while it keeps up.
     """
+
+    __slots__ = ("_on_ready", "_queue", "_send", "blocked_since")
 
     def __init__(self, send: Callable[[Message], Any], on_ready: Callable[[], None]) -> None:
         self._send, self._on_ready = send, on_ready
@@ -98,6 +94,10 @@ class _Sender:
             self._on_ready()
 
 
+_OF_REQUEST = "call", "sender", "_places", "_stream", "_whole", "_write_part"
+_OF_ANSWER = "_around", "_finished", "_missed", "_outputs", "_running", "_silent_since", "_started", "_wrote"
+
+
 class Reply:
     """The answer to one request of generation, whole or as a stream of server-sent events.
 
@@ -110,14 +110,17 @@ class Reply:
         sender: of its bytes.
     """
 
+    __slots__ = (*_OF_REQUEST, *_OF_ANSWER)  # see `Choice`
+
     def __init__(self, call: HttpCall, mailboxes: Sequence[Mailbox], whole: Whole, stream: StreamForm | None) -> None:
         self.sender = _Sender(call.send, self._catch_up)
         self.call, self._whole, self._stream = call, whole, stream
+        self._write_part = call.write
         self._places = {mailbox: place for place, mailbox in enumerate(mailboxes)}
         self._running = len(mailboxes)
         self._outputs: dict[int, RequestOutput] = {}
         self._missed: dict[Mailbox, None] = {}  # what arrived while the reader was slow
-        self._around: dict[Mailbox, tuple[bytes, bytes]] = {}  # of those of which chunks are nothing but text
+        self._around: tuple[bytes, bytes] | None = None  # of one prompt, if its chunks are nothing but text
         self._finished = False  # all of it was handed to the sender
         self._started = False  # the head was sent: from here on a fault is an event
         self._wrote = False  # since the last look of `keep_alive`
@@ -131,12 +134,11 @@ class Reply:
         if self._finished:
             return
         try:
-            around, stream = self._around.get(mailbox), self._stream
-            if around and stream and (news := mailbox.take_text()) is not None:  # nearly every time
-                stream.num_tokens += news[1]
-                if text := news[0]:
+            around = self._around
+            if around is not None and (text := mailbox.take_text()) is not None:  # nearly every time
+                if text:
                     part = b"%b%b%b" % (around[0], escaped(text), around[1])
-                    if not self.call.write(part):
+                    if not self._write_part(part):
                         self.sender.put({"type": "http.response.body", "body": part, "more_body": True})
                     self._wrote = True
             elif (output := mailbox.take()) is not None:
@@ -169,8 +171,8 @@ class Reply:
                 data += self._stream.last()
             if data:
                 self._write(data)
-            if self._started and (around := self._stream.around(place)) is not None:
-                self._around[mailbox] = around
+            if self._started and len(self._places) == 1:
+                self._around = self._stream.around(place)
         elif output.finished:
             self._outputs[place] = output
             if not self._running:

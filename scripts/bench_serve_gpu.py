@@ -58,7 +58,7 @@ SETTINGS: Mapping[
     "served_model_name": "bench",
 }
 INPUTS, OUTPUTS, TEMPERATURE = (64, 512), (64, 192), 0.6
-WARM_UP_REQUESTS = 600
+WARM_UP_REQUESTS = 512
 START_SECONDS, END_SECONDS = 300.0, 30.0
 COLUMNS = {
     "first token ms: median": ("ttft_ms", "p50"),
@@ -150,10 +150,12 @@ class Server:
 
 def make_load() -> None:
     """What a process of the load does: a run for each line of standard input, the arguments of `run_load`."""
-    print("ready", flush=True)
-    for arguments in sys.stdin:
-        run = uvloop.run(run_load(**json.loads(arguments)))
-        print(msgspec.json.encode(run).decode(), flush=True)
+    # Not standard output itself: under PYTHONUNBUFFERED it loses what a pipe does not take at once.
+    with os.fdopen(os.dup(1), "w") as out:
+        print("ready", file=out, flush=True)
+        for arguments in sys.stdin:
+            run = uvloop.run(run_load(**json.loads(arguments)))
+            print(msgspec.json.encode(run).decode(), file=out, flush=True)
 
 
 class Load:
@@ -293,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer-path", help="folder that holds vLLM")
     parser.add_argument("--only", choices=COMMANDS, action="append", help="a server")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a point, of the server that is measured first")
+    parser.add_argument("--seconds", type=float, default=8.0, help="a point, at the warm-up's rate")
     parser.add_argument("--warm-up", type=int, default=WARM_UP_REQUESTS, help="requests")
     parser.add_argument("--clients", type=int, default=4, help="processes that make the load")
     parser.add_argument("--settings", type=json.loads, default={}, help="of wavecore, JSON")

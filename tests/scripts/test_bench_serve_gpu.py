@@ -46,6 +46,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
+ThreadingHTTPServer.request_queue_size = 100
 ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
 """
 
@@ -85,6 +86,21 @@ def test_a_server_that_does_not_start_is_named_with_what_it_said(tmp_path: Path)
     site = peer(tmp_path, "raise SystemExit('no such thing')")
     with pytest.raises(SystemExit, match=r"(?s)vllm did not start.*no such thing"):
         bench_serve_gpu.Server("vllm", tmp_path, {}, tmp_path, site)
+
+
+@pytest.mark.slow
+def test_what_a_client_saw_may_be_larger_than_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    make("tiny", tmp_path)
+    bench_serve_gpu.write_tokenizer(tmp_path, 1000)
+    work = bench_serve_gpu.work_of(100, seed=0)
+    settings = {"served_model_name": "bench"}
+    with (
+        bench_serve_gpu.Server("vllm", tmp_path, settings, tmp_path, peer(tmp_path, PEER)) as server,
+        bench_serve_gpu.Load(1) as load,
+    ):
+        found = load.run(server.url, work, concurrency=4)
+    assert found["requests"] == 100 and found["output_tokens"] == sum(item.max_tokens for item in work)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ Nearly every chunk is a text between two constants, so these are made once a cho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,12 +100,10 @@ class Events:
         self._prompts.setdefault(place, output)
         if self.shape.first:
             parts.append(self._chunk(index, self.shape.first))
-        if self.params.logprobs is not None or self.token_ids or self._usage_options.continuous_usage_stats:
-            around = b"", b""
-        else:
+        around = b"", b""
+        if self.params.logprobs is None and not (self.token_ids or self._usage_options.continuous_usage_stats):
             before, after = self.shape.text
-            whole = self._chunk(index, before + b'"\0"' + after)
-            head, _, tail = whole.partition(b'"\0"')
+            head, _, tail = self._chunk(index, before + b'"\0"' + after).partition(b'"\0"')
             around = head, tail
         self._around[index] = around
         return around
@@ -171,11 +169,10 @@ class Events:
             rows = [row or echo[1] for row in output.prompt_logprobs or ()] + rows
         return self.shape.logprobs(rows, self.params.logprobs)
 
-    def _usage(self, prompts: Iterable[RequestOutput]) -> dict[str, Any]:
-        listed = list(prompts)
-        count = sum(len(output.prompt_token_ids) for output in listed)
-        completion = sum(output.metrics.num_generation_tokens for output in listed)
-        cached = sum(output.num_cached_tokens or 0 for output in listed)
+    def _usage(self, prompts: Collection[RequestOutput]) -> dict[str, Any]:
+        count = sum(len(output.prompt_token_ids) for output in prompts)
+        completion = sum(output.metrics.num_generation_tokens for output in prompts)
+        cached = sum(output.num_cached_tokens or 0 for output in prompts)
         return {
             "prompt_tokens": count,
             "completion_tokens": completion,

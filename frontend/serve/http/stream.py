@@ -69,25 +69,20 @@ class _Sender:
     def put(self, message: Message) -> None:
         if self.blocked_since is not None:
             self._queue.append(message)
-            return
-        sending = self._send(message)
+        else:
+            self._go_on(self._send(message))
+
+    def _go_on(self, sending: Coroutine[Any, None, None]) -> None:
         try:
-            waits_for = sending.send(None)
+            waits_for: Any = sending.send(None)
         except StopIteration:  # nearly every time
-            return
-        self._wait(sending, waits_for)
-
-    def _wait(self, sending: Coroutine[Any, None, None], waits_for: asyncio.Future[None]) -> None:
-        self.blocked_since = time.monotonic()
-        waits_for.add_done_callback(lambda _: self._resume(sending))
-
-    def _resume(self, sending: Coroutine[Any, None, None]) -> None:
-        try:
-            waits_for = sending.send(None)
-        except StopIteration:
             self.blocked_since = None
         else:
-            self._wait(sending, waits_for)
+            self.blocked_since = time.monotonic()
+            waits_for.add_done_callback(lambda _: self._resume(sending))
+
+    def _resume(self, sending: Coroutine[Any, None, None]) -> None:
+        self._go_on(sending)
         while self._queue and self.blocked_since is None:
             self.put(self._queue.popleft())
         if self.blocked_since is None:
@@ -139,7 +134,7 @@ class Reply:
                 if text:
                     part = b"%b%b%b" % (around[0], escaped(text), around[1])
                     if not self._write_part(part):
-                        self.sender.put({"type": "http.response.body", "body": part, "more_body": True})
+                        self._write(part)
                     self._wrote = True
             elif (output := mailbox.take()) is not None:
                 self._take(mailbox, output)
@@ -198,8 +193,7 @@ class Reply:
 
     def _begin(self, status: int, headers: Headers) -> None:
         self._started, self.call.status = True, status
-        all_of_them = [*headers, *self.call.notes]
-        self.sender.put({"type": "http.response.start", "status": status, "headers": all_of_them})
+        self.sender.put({"type": "http.response.start", "status": status, "headers": [*headers, *self.call.notes]})
 
 
 def _abnormal(output: RequestOutput) -> WavecoreError | None:

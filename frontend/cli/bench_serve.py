@@ -32,7 +32,7 @@ def run(args: Sequence[str]) -> int:
     if min(values.request_rate, values.max_concurrency) < 0:
         raise ConfigError("--request-rate and --max-concurrency must be at least 0")
     model = served_model(values)
-    bodies = [_body(item, model, values.chat) for item in chosen_work(values)]
+    bodies = [request_body(item, model, values.chat) for item in chosen_work(values)]
     goals = {name: limit / 1e3 for name in PANELS if (limit := getattr(values, f"goal_{name}_ms")) is not None}
     url = endpoint(values, "chat/completions" if values.chat else "completions")
     load = asyncio.run(run_load(url, bodies, values.request_rate, values.max_concurrency, values.api_key))
@@ -47,7 +47,7 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def _body(item: WorkItem, model: str, chat: bool) -> dict[str, Any]:
+def request_body(item: WorkItem, model: str, chat: bool) -> dict[str, Any]:
     asked = {"model": model, "max_tokens": item.max_tokens, "temperature": item.temperature, "ignore_eos": True}
     body = {**asked, "stream": True, "stream_options": {"include_usage": True}}
     if not chat:

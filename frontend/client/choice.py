@@ -37,6 +37,11 @@ _Arrived = tuple[int, int, int, float | None, _Ending]
 are to become text, how many pieces of text came from the stop strings, the cumulative log-probability, the end."""
 
 
+_GIVEN = "index", "_decode", "_detokenizer", "_is_plain", "_keep_all", "_lazy", "_min_tokens", "_show_stop_token"
+_ARRIVING = "emitted", "finish", "seed", "_arrived", "_cumulative", "_new_logprobs", "_num_pieces", "_pieces", "_stops"
+_TAKEN = "taken", "told", "_fault", "_pieces_taken", "_shown", "_text"
+
+
 class Choice:
     """Collects what arrives until `take`.
 
@@ -50,6 +55,8 @@ class Choice:
         finish: None while it runs; `take` may not have given it yet.
         told: its end was taken.
     """
+
+    __slots__ = (*_GIVEN, *_ARRIVING, *_TAKEN)  # a delta of one stream of many waits for memory above all
 
     def __init__(
         self, index: int, params: SamplingParams, detokenizer: Detokenizer | None, keep_all: bool, decode: Decode
@@ -72,7 +79,7 @@ class Choice:
         self._cumulative: float | None = 0.0 if params.logprobs is not None else None
         self._arrived: _Arrived = 0, 0, 0, self._cumulative, _RUNS
         # Written by the consumer.
-        self._taken = self._pieces_taken = 0
+        self.taken = self._pieces_taken = 0
         self._text = ""
         self._shown: list[Any] = []
         self._fault: WavecoreError | None = None
@@ -83,14 +90,14 @@ class Choice:
     @property
     def has_news(self) -> bool:
         arrived = self._arrived
-        return not self.told and (self._taken < arrived[0] or arrived[-1] is not _RUNS)
+        return not self.told and (self.taken < arrived[0] or arrived[-1] is not _RUNS)
 
     def take(self) -> CompletionOutput:
         """What is new, or all so far."""
         count, readable, pieces, cumulative, (finish, stop_reason, error) = self._arrived
-        new = self.emitted[self._taken : count]
+        new = self.emitted[self.taken : count]
         try:
-            self._text += self._render(new[: readable - self._taken], pieces)
+            self._text += self._render(new[: readable - self.taken], pieces)
             if finish is not None:
                 self._flush()
         except Exception as fault:  # the text of one request must not end its neighbours
@@ -109,21 +116,21 @@ class Choice:
             logprobs = LazyLogprobs([*zip(*shown, strict=True)] or [()], self._decode) if self._lazy else shown
         ids, end = self.emitted[:count] if self._keep_all else new, (finish, stop_reason, self.seed, error)
         output = CompletionOutput(self.index, self._text, ids, cumulative, logprobs, *end)
-        self._taken = count
+        self.taken = count
         self.told = finish is not None
         if not self._keep_all:
             self._text = ""
             self._shown.clear()
         return output
 
-    def take_text(self) -> tuple[str, int] | None:
-        """New text and the number of its tokens, of a stream of text alone that goes on; else None: see `take`."""
+    def take_text(self) -> str | None:
+        """New text of a stream of text alone that goes on; None where `take` is needed."""
         count, _, pieces, _, ending = self._arrived
         if ending is not _RUNS or self._new_logprobs is not None or self._keep_all:
             return None
-        new = self.emitted[self._taken : count]
-        self._taken = count
-        return self._render(new, pieces), len(new)
+        new = self.emitted[self.taken : count]
+        self.taken = count
+        return self._render(new, pieces)
 
     def _render(self, tokens: list[int], pieces: int) -> str:
         """Without stop strings tokens become text only when somebody reads."""

@@ -53,12 +53,18 @@ class Notifier(Protocol):
         """Tell those of these mailboxes, perhaps none. Returns whether there still is somebody to tell."""
 
 
+_GIVEN = "kind", "notifier", "request", "started", "_choices", "_decode", "_only", "_prompt_ids", "_special_stops"
+_ARRIVING = "_cached_tokens", "_embedding", "_first_at", "_last_at", "_metrics", "_notified", "_prompt_logprobs"
+
+
 class Mailbox:
     """Attributes:
     request: what was asked for.
     notifier: tells the consumer.
     started: monotonic time of its submission.
     """
+
+    __slots__ = (*_GIVEN, *_ARRIVING)  # see `Choice`
 
     def __init__(
         self, request: EngineRequest, tokenizer: Tokenizer | None, notifier: Notifier, kind: OutputKind
@@ -78,9 +84,11 @@ class Mailbox:
             return Choice(index, params, text, kind is not OutputKind.DELTA, self._decode)
 
         self._choices = [choice(i) for i in range(params.n)]
+        self._only = self._choices[0] if params.n == 1 else None
         self._notified = False
         self.started = time.monotonic()
         self._metrics = RequestMetrics(time.time())
+        self._first_at = self._last_at = 0.0  # monotonic times of tokens; 0 before the first
         self._prompt_logprobs: LazyLogprobs | None = None
         self._cached_tokens: int | None = None
 
@@ -94,15 +102,12 @@ class Mailbox:
         Returns:
             Whether the choice has ended: at the engine, by a stop string, or by a fault on this side.
         """
-        choice = self._choices[index]
+        choice = self._only or self._choices[index]
         if choice.finish is not None:
             return True
         if tokens:
-            metrics = self._metrics
-            metrics.last_token_latency = now - self.started
-            if metrics.first_token_latency is None:
-                metrics.first_token_latency = metrics.last_token_latency
-            metrics.num_generation_tokens += len(tokens)
+            self._last_at = now
+            self._first_at = self._first_at or now
         try:
             if finish or extra:
                 self._feed(choice, tokens, finish, extra, frames)
@@ -151,15 +156,19 @@ class Mailbox:
         if not news:
             return None
         outputs = [choice.take() for choice in (news if self.kind is OutputKind.DELTA else self._choices)]
+        if self._first_at:
+            self._metrics.first_token_latency = self._first_at - self.started
+            self._metrics.last_token_latency = self._last_at - self.started
+        self._metrics.num_generation_tokens = sum([choice.taken for choice in self._choices])
         finished = not [choice for choice in self._choices if not choice.told]
         about_prompt = self._prompt_logprobs, self._cached_tokens, self._embedding
         request_id, text = self.request.request_id, self.request.text
         return RequestOutput(request_id, text, self._prompt_ids, outputs, finished, self._metrics, *about_prompt)
 
-    def take_text(self) -> tuple[str, int] | None:
-        """`take` for nearly every delta of a stream: the text and the number of its tokens; None: call `take`."""
+    def take_text(self) -> str | None:
+        """`take` for nearly every delta of a stream, which has nothing but this text; None: call `take`."""
         self._notified = False
-        return self._choices[0].take_text() if len(self._choices) == 1 else None
+        return None if self._only is None else self._only.take_text()
 
     @property
     def ended(self) -> bool:

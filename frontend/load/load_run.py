@@ -63,16 +63,17 @@ class LoadRun(NamedTuple):
 
 
 async def run_load(
-    url: str, bodies: Sequence[Mapping[str, Any]], rate: float, concurrency: int, api_key: str = ""
+    url: str, bodies: Sequence[Mapping[str, Any]], rate: float, concurrency: int, api_key: str = "", seed: int = 0
 ) -> LoadRun:
     """Send all requests, and wait for their ends.
 
     Args:
-        rate: requests a second, at the times of a Poisson process, the same in each run. 0 sends each as soon as
-            `concurrency` allows, and it is due then.
+        rate: requests a second, at the times of a Poisson process. 0 sends each as soon as `concurrency` allows, and it
+            is due then.
         concurrency: requests at once; 0 for any number.
+        seed: of the times, which are the same in each run.
     """
-    draw, due = random.Random(0), 0.0
+    draw, due = random.Random(seed), 0.0
     start = time.perf_counter()
     gate = asyncio.Semaphore(concurrency or len(bodies))
     lags: list[float] = []

@@ -6,7 +6,7 @@ Nearly every chunk is a text between two constants, so these are made once a cho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,6 @@ class Events:
     created: int = field(default_factory=lambda: int(time.time()))
     _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     _prompts: dict[int, RequestOutput] = field(default_factory=dict)
-    num_tokens: int = 0
 
     @property
     def _usage_options(self) -> StreamOptions:
@@ -79,7 +78,6 @@ class Events:
     def chunks(self, place: int, output: RequestOutput) -> bytes:
         parts: list[bytes] = []
         for choice in output.outputs:
-            self.num_tokens += len(choice.token_ids)
             index = place * self.params.n + choice.index
             around, echo = self._around.get(index), None
             if around is None:
@@ -95,19 +93,17 @@ class Events:
     def last(self) -> bytes:
         if not self._usage_options.include_usage:
             return DONE
-        return self._event([], self._usage(self._prompts.values(), self.num_tokens)) + DONE
+        return self._event([], self._usage(self._prompts.values())) + DONE
 
     def _open(self, index: int, place: int, output: RequestOutput, parts: list[bytes]) -> tuple[bytes, bytes]:
         """What is sent ahead of a choice; returns what stands around its texts, nothing where chunks hold more."""
         self._prompts.setdefault(place, output)
         if self.shape.first:
             parts.append(self._chunk(index, self.shape.first))
-        if self.params.logprobs is not None or self.token_ids or self._usage_options.continuous_usage_stats:
-            around = b"", b""
-        else:
+        around = b"", b""
+        if self.params.logprobs is None and not (self.token_ids or self._usage_options.continuous_usage_stats):
             before, after = self.shape.text
-            whole = self._chunk(index, before + b'"\0"' + after)
-            head, _, tail = whole.partition(b'"\0"')
+            head, _, tail = self._chunk(index, before + b'"\0"' + after).partition(b'"\0"')
             around = head, tail
         self._around[index] = around
         return around
@@ -136,7 +132,7 @@ class Events:
         choice = b'{"index":%d,%b,%b' % (index, content, escaped(fields)[1:])
         usage = None
         if self._usage_options.continuous_usage_stats:
-            usage = self._usage(self._prompts.values(), self.num_tokens)
+            usage = self._usage(self._prompts.values())
         return self._event([msgspec.Raw(choice)], usage)
 
     def _event(self, choices: list[msgspec.Raw], usage: Any) -> bytes:
@@ -162,9 +158,8 @@ class Events:
                 if output.prompt_logprobs is not None and echo is None:
                     found["prompt_logprobs"] = list(output.prompt_logprobs)
                 choices.append(found)
-        count = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
         answer = {"id": self.id, "object": self.shape.whole, "created": self.created, "model": self.model}
-        return escaped(answer | {"choices": choices, "usage": self._usage(outputs, count)})
+        return escaped(answer | {"choices": choices, "usage": self._usage(outputs)})
 
     def _logprobs(self, output: RequestOutput, choice: CompletionOutput, echo: tuple[str, str] | None) -> Any:
         if self.params.logprobs is None:
@@ -174,14 +169,14 @@ class Events:
             rows = [row or echo[1] for row in output.prompt_logprobs or ()] + rows
         return self.shape.logprobs(rows, self.params.logprobs)
 
-    def _usage(self, prompts: Any, completion_tokens: int) -> dict[str, Any]:
-        listed = list(prompts)
-        count = sum(len(output.prompt_token_ids) for output in listed)
-        cached = sum(output.num_cached_tokens or 0 for output in listed)
+    def _usage(self, prompts: Collection[RequestOutput]) -> dict[str, Any]:
+        count = sum(len(output.prompt_token_ids) for output in prompts)
+        completion = sum(output.metrics.num_generation_tokens for output in prompts)
+        cached = sum(output.num_cached_tokens or 0 for output in prompts)
         return {
             "prompt_tokens": count,
-            "completion_tokens": completion_tokens,
-            "total_tokens": count + completion_tokens,
+            "completion_tokens": completion,
+            "total_tokens": count + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 

@@ -40,13 +40,7 @@ Whole = Callable[[Sequence[RequestOutput]], bytes]
 
 
 class StreamForm(Protocol):
-    """What an endpoint makes of outputs as they come. `place` numbers the request's prompts.
-
-    Attributes:
-        num_tokens: of all outputs so far; what `around` is for adds to it.
-    """
-
-    num_tokens: int
+    """What an endpoint makes of outputs as they come. `place` numbers the request's prompts."""
 
     def around(self, place: int) -> tuple[bytes, bytes] | None:
         """What stands around a text, as JSON, in a chunk of this prompt; None where `chunks` has to make it."""
@@ -65,6 +59,8 @@ class _Sender:
         blocked_since: monotonic time since when the reader takes nothing; None while it keeps up.
     """
 
+    __slots__ = ("_on_ready", "_queue", "_send", "blocked_since")
+
     def __init__(self, send: Callable[[Message], Any], on_ready: Callable[[], None]) -> None:
         self._send, self._on_ready = send, on_ready
         self._queue: deque[Message] = deque()
@@ -73,29 +69,28 @@ class _Sender:
     def put(self, message: Message) -> None:
         if self.blocked_since is not None:
             self._queue.append(message)
-            return
-        sending = self._send(message)
+        else:
+            self._go_on(self._send(message))
+
+    def _go_on(self, sending: Coroutine[Any, None, None]) -> None:
         try:
-            waits_for = sending.send(None)
+            waits_for: Any = sending.send(None)
         except StopIteration:  # nearly every time
-            return
-        self._wait(sending, waits_for)
-
-    def _wait(self, sending: Coroutine[Any, None, None], waits_for: asyncio.Future[None]) -> None:
-        self.blocked_since = time.monotonic()
-        waits_for.add_done_callback(lambda _: self._resume(sending))
-
-    def _resume(self, sending: Coroutine[Any, None, None]) -> None:
-        try:
-            waits_for = sending.send(None)
-        except StopIteration:
             self.blocked_since = None
         else:
-            self._wait(sending, waits_for)
+            self.blocked_since = time.monotonic()
+            waits_for.add_done_callback(lambda _: self._resume(sending))
+
+    def _resume(self, sending: Coroutine[Any, None, None]) -> None:
+        self._go_on(sending)
         while self._queue and self.blocked_since is None:
             self.put(self._queue.popleft())
         if self.blocked_since is None:
             self._on_ready()
+
+
+_OF_REQUEST = "call", "sender", "_places", "_stream", "_whole", "_write_part"
+_OF_ANSWER = "_around", "_finished", "_missed", "_outputs", "_running", "_silent_since", "_started", "_wrote"
 
 
 class Reply:
@@ -110,14 +105,17 @@ class Reply:
         sender: of its bytes.
     """
 
+    __slots__ = (*_OF_REQUEST, *_OF_ANSWER)  # see `Choice`
+
     def __init__(self, call: HttpCall, mailboxes: Sequence[Mailbox], whole: Whole, stream: StreamForm | None) -> None:
         self.sender = _Sender(call.send, self._catch_up)
         self.call, self._whole, self._stream = call, whole, stream
+        self._write_part = call.write
         self._places = {mailbox: place for place, mailbox in enumerate(mailboxes)}
         self._running = len(mailboxes)
         self._outputs: dict[int, RequestOutput] = {}
         self._missed: dict[Mailbox, None] = {}  # what arrived while the reader was slow
-        self._around: dict[Mailbox, tuple[bytes, bytes]] = {}  # of those of which chunks are nothing but text
+        self._around: tuple[bytes, bytes] | None = None  # of one prompt, if its chunks are nothing but text
         self._finished = False  # all of it was handed to the sender
         self._started = False  # the head was sent: from here on a fault is an event
         self._wrote = False  # since the last look of `keep_alive`
@@ -131,13 +129,12 @@ class Reply:
         if self._finished:
             return
         try:
-            around, stream = self._around.get(mailbox), self._stream
-            if around and stream and (news := mailbox.take_text()) is not None:  # nearly every time
-                stream.num_tokens += news[1]
-                if text := news[0]:
+            around = self._around
+            if around is not None and (text := mailbox.take_text()) is not None:  # nearly every time
+                if text:
                     part = b"%b%b%b" % (around[0], escaped(text), around[1])
-                    if not self.call.write(part):
-                        self.sender.put({"type": "http.response.body", "body": part, "more_body": True})
+                    if not self._write_part(part):
+                        self._write(part)
                     self._wrote = True
             elif (output := mailbox.take()) is not None:
                 self._take(mailbox, output)
@@ -169,8 +166,8 @@ class Reply:
                 data += self._stream.last()
             if data:
                 self._write(data)
-            if self._started and (around := self._stream.around(place)) is not None:
-                self._around[mailbox] = around
+            if self._started and len(self._places) == 1:
+                self._around = self._stream.around(place)
         elif output.finished:
             self._outputs[place] = output
             if not self._running:
@@ -196,8 +193,7 @@ class Reply:
 
     def _begin(self, status: int, headers: Headers) -> None:
         self._started, self.call.status = True, status
-        all_of_them = [*headers, *self.call.notes]
-        self.sender.put({"type": "http.response.start", "status": status, "headers": all_of_them})
+        self.sender.put({"type": "http.response.start", "status": status, "headers": [*headers, *self.call.notes]})
 
 
 def _abnormal(output: RequestOutput) -> WavecoreError | None:

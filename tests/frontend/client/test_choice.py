@@ -552,14 +552,15 @@ def test_text_alone_is_taken_as_the_whole_delta_would_be() -> None:
             one.feed([token], finish=end)
         news = plain.take_text()
         assert (news is None) is (end is not FinishReason.NONE), "the end is told by `take`"
-        texts.append(news[0] if news else plain.take().text)
+        texts.append(plain.take().text if news is None else news)
         assert texts[-1] == whole.take().text
-        assert news is None or news[1] == 1
+    assert plain.taken == len(tokens)
     stopping = choice(keep_all=False, stop="xy")
     stopping.feed(ids("ax"))
-    assert stopping.take_text() == ("a", len(ids("ax")))
+    assert stopping.take_text() == "a"
     stopping.feed(ids("b"))
-    assert stopping.take_text() == ("xb", 1)
+    assert stopping.take_text() == "xb"
+    assert stopping.taken == len(ids("ax") + ids("b"))
     for other in (choice(), choice(keep_all=False, logprobs=1)):
         other.feed(ids("a"), [entry(ids("a")[0])])
         assert other.take_text() is None and other.take().text == "a"

@@ -28,19 +28,19 @@ class Box:
         self.finish: Any = None
         self.error: Any = None
 
-    def take_text(self) -> tuple[str, int] | None:
-        return None if self.finish or self.error else ("".join(self.new), self._clear())
+    def take_text(self) -> str | None:
+        return None if self.finish or self.error else self._clear()
 
     def take(self) -> RequestOutput:
-        text = "".join(self.new)
-        ids = list(range(self._clear()))
+        ids = list(range(len(self.new)))
+        text = self._clear()
         choice = CompletionOutput(0, text, ids, finish_reason=self.finish, error=self.error)
         return RequestOutput("id", None, [1, 2], [choice], self.finish is not None, RequestMetrics(0.0))
 
-    def _clear(self) -> int:
-        count = len(self.new)
+    def _clear(self) -> str:
+        text = "".join(self.new)
         self.new.clear()
-        return count
+        return text
 
 
 class Wire:

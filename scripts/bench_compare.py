@@ -8,8 +8,8 @@ is a process; the first of its kind starts with empty compile caches. Every work
 captured in that pass, and its time is told apart), then `--repeats` times; prefix caches are emptied before each. The
 rows that the host decides are measured with both engines resident, in turn (A B A B), since a process keeps the pace it
 has; the others with one engine after the other, with 1,024 places. `--settings` and `--peer-settings` set more, for
-instance `{"tensor_parallel_size": 2}`; each engine then has the machine to itself. `--curves` adds batches of 1 to 512
-and contexts of 256 to 16k; `--plot` draws these (needs matplotlib).
+instance `{"tensor_parallel_size": 2}`; each engine then has the machine to itself, as it has with `--alone`. `--curves`
+adds batches of 1 to 512 and contexts of 256 to 16k; `--plot` draws these (needs matplotlib).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from wavecore.frontend.llm import LLM
 
 ENGINES = ("wavecore", "vllm")
 HOST_BOUND = ("single-in128-out256", "single-in8192-out16", "decode-heavy-x256", "ragged-256")
+LONG = 10.0  # seconds of a pass in which captures, of some 15 ms each, decide nothing
 SHARED_MEMORY = 0.42  # of the GPU for each engine, when both are resident
 PLACES_1024: Mapping[str, Mapping[str, Any]] = {  # vLLM's own graphs end at 512 rows
     "wavecore": {"max_num_seqs": 1024},
@@ -168,12 +169,13 @@ def serve(folder: Path, settings: Mapping[str, Any], answers: int) -> None:
 def rounds(
     engines: Mapping[str, Engine], workload: str, repeats: int
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """A first pass of each engine, then `repeats` in turn."""
+    """A first pass of each engine, then `repeats` in turn; a long pass of an engine is its only one."""
     first = {name: engine.seconds(workload) for name, engine in engines.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    seconds = {name: [first[name]] if first[name] > LONG else [] for name in engines}
     for _ in range(repeats):
         for name, engine in engines.items():
-            seconds[name].append(engine.seconds(workload))
+            if first[name] <= LONG:
+                seconds[name].append(engine.seconds(workload))
     return first, seconds
 
 
@@ -188,7 +190,7 @@ class Comparison:
     def model(self, folder: Path, names: Sequence[str]) -> None:
         """Measure one model; a row is printed as soon as it is there."""
         several = self.args.settings.get("tensor_parallel_size", 1) > 1  # GPUs for an engine
-        in_turn = [name for name in names if name in HOST_BOUND and not several]
+        in_turn = [name for name in names if name in HOST_BOUND and not (several or self.args.alone)]
         if in_turn:
             with ExitStack() as stack:
                 settings = {"gpu_memory_utilization": SHARED_MEMORY}
@@ -274,6 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("models", type=Path, nargs="+", help="folders with config.json and weights")
     parser.add_argument("--only", choices=WORKLOADS, action="append", help="a workload; may come several times")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--alone", action="store_true", help="measure no row in turn")
     parser.add_argument("--peer-path", help="folder that holds vLLM")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="file for all figures")

@@ -14,9 +14,10 @@ all streams share to the last: a core that others use makes the clock late, and 
 "Memory": of an API process, for 1,000 streams that are read, that are idle, and that nobody reads, so that the system's
 buffers are full and deltas merge.
 
-"A request before it is sent" is a chat of one message at /v1/chat/completions/render, which does all but send it, again
-and again over one connection; beside it what its template and its encoding cost alone, in this process. The template's
-own process is in neither.
+"A request before it is sent" is a chat of one message at /v1/chat/completions/render, which does all but send it, and
+what leads there: HTTP alone (/version), a text that is encoded, a chat that is counted. Each goes again and again over
+one connection, and over 16 at once, as on a server that has work; beside them what the chat's template and its encoding
+cost alone, in this process. The template's own process is in none.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,30 +245,46 @@ def private_mib(pid: int) -> float:
     return psutil.Process(pid).memory_full_info().uss / (1 << 20)
 
 
-def compare_requests(requests: int, repeats: int) -> None:
-    """What a chat costs before it is sent to an engine."""
+def compare_requests(requests: int, repeats: int, connections: int = 16) -> None:
+    """What a chat costs before it is sent to an engine, and what shorter ways cost."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
+    asked = {
+        "GET /version": b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n",
+        "/tokenize, a text": request("/tokenize", {"prompt": messages[0]["content"]}),
+        "/tokenize, a chat": request("/tokenize", {"messages": messages}),
+        "a chat before it is sent": request(
+            "/v1/chat/completions/render", {"messages": messages, "max_tokens": 9, "seed": 5}
+        ),
+    }
     with tempfile.TemporaryDirectory() as folder, served(Path(folder), 0.0) as (port, [pid]):
         tokenizer = load_tokenizer(Path(folder))
         tokenizer.make_fast()  # as the server's
-        alone, over_http = [], []
-        for _ in range(repeats):
-            tokenizer.render_chat(messages, ChatOptions())
-            begin = time.thread_time()
-            for _ in range(requests):
+        alone, costs = [], {(name, n): list[float]() for name in asked for n in (1, connections)}
+        with ThreadPoolExecutor(connections) as pool:
+            for _ in range(repeats):
                 tokenizer.render_chat(messages, ChatOptions())
-            alone.append(1e6 * (time.thread_time() - begin) / requests)
-            with socket.create_connection(("127.0.0.1", port)) as connection:
-                sent = request("/v1/chat/completions/render", {"messages": messages, "max_tokens": 9, "seed": 5})
-                exchange(connection, sent)
-                cpu = cpu_of(pid)
+                begin = time.thread_time()
                 for _ in range(requests):
-                    exchange(connection, sent)
-                over_http.append(1e6 * (cpu_of(pid) - cpu) / requests)
+                    tokenizer.render_chat(messages, ChatOptions())
+                alone.append(1e6 * (time.thread_time() - begin) / requests)
+                for (name, n), found in costs.items():
+                    work = partial(repeat_request, port, asked[name], requests // n)
+                    work()
+                    cpu = cpu_of(pid)
+                    list(pool.map(lambda _, work=work: work(), range(n)))
+                    found.append(1e6 * (cpu_of(pid) - cpu) / (requests // n * n))
         tokenizer.close()
-    one, other = sorted(alone)[repeats // 2], sorted(over_http)[repeats // 2]
-    alone_text = f"its template and encoding alone {one:.0f} us ({other / one:.2f} x)"
-    print(f"\na request before it is sent: {other:.0f} us; {alone_text}")
+    print(f"\nits template and encoding alone: {sorted(alone)[repeats // 2]:.0f} us ({min(alone):.0f})\n")
+    print(f"| us a request, median (least) | one at a time | {connections} at once |\n|---|---:|---:|")
+    for name in asked:
+        both = [sorted(costs[name, n]) for n in (1, connections)]
+        print(f"| {name} | {' | '.join(f'{found[repeats // 2]:.0f} ({found[0]:.0f})' for found in both)} |", flush=True)
+
+
+def repeat_request(port: int, sent: bytes, count: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        for _ in range(count):
+            exchange(connection, sent)
 
 
 def main() -> None:

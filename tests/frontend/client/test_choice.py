@@ -316,6 +316,20 @@ def test_latencies_are_those_of_the_first_and_of_the_newest_token(monkeypatch: p
     assert (metrics.first_token_latency, metrics.last_token_latency, metrics.num_generation_tokens) == (1.0, 3.0, 3)
 
 
+def test_tokens_that_were_taken_as_text_alone_are_counted() -> None:
+    mailbox = mailbox_of()
+    for token in (5, 6):
+        mailbox.deliver(0, [token], NOW + 1, FinishReason.NONE, {}, ())
+        assert mailbox.take_text() is not None
+    mailbox.deliver(0, [7], NOW + 2, FinishReason.LENGTH, {}, ())
+    assert mailbox.take_text() is None, "the end is told by `take`"
+    output = mailbox.take()
+    assert output is not None and output.outputs[0].token_ids == [7]
+    assert output.metrics.num_generation_tokens == 3
+    assert output.metrics.time_per_token == pytest.approx(0.5)
+    assert mailbox_of(n=2).take_text() is None
+
+
 def test_prompt_logprobs_are_made_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of long prompts would hold up all streams of a program."""
     decoded: list[int] = []

@@ -106,7 +106,8 @@ class Server:
                 environment["PYTHONPATH"] = os.pathsep.join(filter(None, (peer_path, environment.get("PYTHONPATH"))))
         else:
             chosen["runtime_dir"] = self.runtime_dir
-        command = [sys.executable, *COMMANDS[name], str(model)]
+        # -P: folders here are called like other packages (`kernels`), which vLLM must not take for them
+        command = [sys.executable, "-P", *COMMANDS[name], str(model)]
         for setting, value in chosen.items():
             command += [f"--{setting.replace('_', '-')}", str(value)]
         self._name, self._log = name, folder / f"{name}.log"

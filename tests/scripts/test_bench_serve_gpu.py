@@ -88,7 +88,6 @@ def test_a_server_that_does_not_start_is_named_with_what_it_said(tmp_path: Path)
         bench_serve_gpu.Server("vllm", tmp_path, {}, tmp_path, site)
 
 
-@pytest.mark.slow
 def test_what_a_client_saw_may_be_larger_than_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     make("tiny", tmp_path)

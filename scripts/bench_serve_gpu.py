@@ -117,7 +117,9 @@ class Server:
         try:
             while not self._is_healthy(f"http://127.0.0.1:{port}/health"):
                 if self._process.poll() is not None or time.monotonic() > started + START_SECONDS:
-                    raise SystemExit(f"{name} did not start:\n{self._log.read_text()[-8000:]}")
+                    said = self._log.read_text()  # of several processes, of which the last to speak knows least
+                    errors = "\n".join([line for line in said.splitlines() if "Error" in line][-20:])
+                    raise SystemExit(f"{name} did not start:\n{errors}\n...\n{said[-3000:]}")
                 time.sleep(0.1)
         except BaseException:
             self.close()

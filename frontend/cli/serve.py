@@ -36,7 +36,10 @@ def run(args: Sequence[str]) -> int:
     parser.option("uds", str, "", "a unix socket to listen at, in place of host and port")
     parser.option("api_key", str, "", f"who gives this key may enter; others see it in `ps`, unlike {KEY_VARIABLE}")
     parser.option("api_key_file", str, "", "file of such keys, one a line")
-    parser.option("attach", str, "", "runtime directory of running engines; none is started then")
+    about = (
+        "runtime directory of running engines, or an access file; give it again for more hosts; none is started then"
+    )
+    parser.option("attach", tuple, (), about)
     parser.option("api_server_count", int, 1, "processes that listen and speak HTTP")
     parser.option("chat_template", str, "", "jinja2 text in place of the model's template, or the file of one")
     parser.option("metrics_compat", str, "vllm", "vllm: /metrics has vLLM's names as well; none: ours alone")

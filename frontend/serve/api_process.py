@@ -9,12 +9,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 import uvloop
 
+from wavecore.frontend.base import places_of
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.serve.app import ApiApp
@@ -86,7 +86,7 @@ def run(config: ServerConfig, listener: socket.socket, report: Report) -> None:
     Raises:
         WavecoreError: there are no engines to attach to.
     """
-    service = Service(Path(config.attach), None, ATTACH_SECONDS)
+    service = Service(places_of(config.attach), None, ATTACH_SECONDS)
     service.start_text_threads()
     gc.collect()
     gc.freeze()  # what is there by now stays

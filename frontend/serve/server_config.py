@@ -17,7 +17,8 @@ class ServerConfig:
     """Settings of the API processes of one server.
 
     Attributes:
-        attach: the runtime directory of the engines.
+        attach: where the engines are found: runtime directories and access files.
+        runtime_dir: folder of the operator's sockets: the engines' where they have one here.
         api_keys: who gives one of them may enter; empty lets everybody in.
         chat_template: jinja2 text in place of the model's.
         max_body_bytes: of a request; a larger one is refused while it is read.
@@ -28,7 +29,8 @@ class ServerConfig:
         ssl_keyfile, ssl_certfile: files in PEM form; both or none.
     """
 
-    attach: str
+    attach: tuple[str, ...]
+    runtime_dir: str = ""
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
     max_body_bytes: Annotated[int, Bounds(1, 1 << 40)] = 32 << 20

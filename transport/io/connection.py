@@ -41,9 +41,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The engine is out of reach for now; the session may go on (Reconnected) or be replaced (Ready)."""
+    """The engine is out of reach for now; the session may go on (Reconnected) or be replaced (Ready).
+
+    Attributes:
+        silent: ticks that went by since its last word.
+    """
 
     reason: str
+    silent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +263,7 @@ class Connection:
     def _down(self, reason: str) -> None:
         if self._up:
             self._up = False
-            self._emit(Disconnected(reason))
+            self._emit(Disconnected(reason, self._silent_ticks))
 
 
 def _send(socket: Socket, frames: Frames) -> bool:

@@ -29,6 +29,8 @@ RESOLVED = {"max_model_len": 100, "vocab_size": 50, "enable_prefix_caching": Tru
 class FakePump:
     """Stands in for `ClientPump`; events are given by the test, in its own thread."""
 
+    tick_seconds = 1.0
+
     def __init__(self, on_event: Callable[[int, EngineEvent], None]) -> None:
         self._on_event = on_event
         self.client_ids: dict[int, bytes] = {}
@@ -142,11 +144,12 @@ class World:
     def __init__(self, monkeypatch: Any, engines: int = 1, state: str = "ready", server_key: str = "") -> None:
         self.deployment = FakeDeployment(engines, server_key)
         self.deployment.set_state(state)
-        monkeypatch.setattr("wavecore.frontend.client.client.deployment", self.deployment)
-        monkeypatch.setattr("wavecore.frontend.client.deployment_watch.deployment", self.deployment)
+        for module in ("places.deployment", "client.deployment_watch.deployment"):
+            room = "transport.processes" if module.startswith("places") else "frontend"
+            monkeypatch.setattr(f"wavecore.{room}.{module}", self.deployment)
         monkeypatch.setattr("wavecore.frontend.client.client.ClientPump", FakePump)
         monkeypatch.setattr("wavecore.frontend.client.balance.sample", lambda engines, _: engines)
-        self.client = EngineClient("/nowhere", timeout=START_SECONDS)
+        self.client = EngineClient(Path("/nowhere"), timeout=START_SECONDS)
         pump = self.client._pump
         assert isinstance(pump, FakePump)
         self.pump = pump

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from wavecore.transport.curve import create_keys
 from wavecore.transport.errors import ConfigError, ResourceError
-from wavecore.transport.processes.places import AccessFile
+from wavecore.transport.processes.places import access_to
 from wavecore.transport.processes.runtime_dir import is_private
 
 
@@ -20,7 +20,7 @@ def run_access(args: Sequence[str]) -> int:
     about = "Prints an access file: where engines listen, and the keys that open them. Keep it to yourself."
     parser = ArgumentParser("wavecore access", description=about)
     parser.add_argument("runtime_dir", metavar="RUNTIME_DIR", type=Path, help="as `wavecore engine` prints it")
-    text = AccessFile.of(parser.parse_args(args).runtime_dir).to_json()
+    text = access_to(parser.parse_args(args).runtime_dir)
     with suppress(OSError):  # no file, as a test's
         if stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
             os.fchmod(sys.stdout.fileno(), 0o600)

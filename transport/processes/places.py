@@ -8,17 +8,16 @@ nobody else may read it. It says where engines listen, and nothing of how they a
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from wavecore.transport.addresses import parse_address
 from wavecore.transport.curve import CurveClient, KeyPair, read_secret
 from wavecore.transport.errors import ConfigError, ProtocolError
 from wavecore.transport.processes import deployment
 from wavecore.transport.processes.deployment import Deployment, EngineEntry, Few, Text
-from wavecore.transport.wire.checks import table
 
 TOLD = ("index", "input", "output", "server_key", "stage")
 SAME = ("vocab_size", "hidden_size", "eos_token_ids")  # what a client makes requests by
@@ -38,9 +37,6 @@ class AccessFile:
     secret: Text = field(repr=False)
     file: Text = ""
 
-    def __post_init__(self) -> None:
-        table(self.resolved)
-
     @classmethod
     def load(cls, file: Path) -> Self:
         """Raises:
@@ -52,39 +48,32 @@ class AccessFile:
             raise ConfigError(f"{file} is no access file ({error}): make one with `wavecore access`") from None
         if not found.engines or not found.pair.is_pair:
             raise ConfigError(f"{file} is damaged, it has no engine or no keys: make it again with `wavecore access`")
-        for address in (end for engine in found.engines for end in (engine.input, engine.output)):
-            if parse_address(address) != "tcp":
-                raise ConfigError(f"{file}: {address} is no address of tcp")
         return replace(found, file=str(file), engines=tuple(replace(e, state="ready") for e in found.engines))
-
-    @classmethod
-    def of(cls, runtime_dir: Path) -> Self:
-        """To the engines of a runtime directory.
-
-        Raises:
-            StartError: there is no deployment.
-            ConfigError: its engines are not to be reached from other hosts, or not yet.
-        """
-        found = deployment.read(runtime_dir)
-        if not all(engine.server_key and engine.input for engine in found.engines):
-            raise ConfigError(f"{runtime_dir}: other hosts cannot reach these engines; start them with --address")
-        keys = KeyPair.load(runtime_dir / "keys" / "client.key")
-        return cls(found.engines, found.resolved, keys.public.decode(), keys.secret.decode())
 
     @property
     def pair(self) -> KeyPair:
         return KeyPair(self.public.encode(), self.secret.encode())
-
-    def to_json(self) -> str:
-        engines = [{name: getattr(engine, name) for name in TOLD} for engine in self.engines]
-        told = {"engines": engines, "resolved": self.resolved, "public": self.public, "secret": self.secret}
-        return json.dumps(told, indent=1)
 
     def __str__(self) -> str:
         return self.file
 
 
 Place = Path | AccessFile
+
+
+def access_to(runtime_dir: Path) -> str:
+    """An access file to the engines of a runtime directory.
+
+    Raises:
+        StartError: there is no deployment.
+        ConfigError: its engines are not to be reached from other hosts, or not yet.
+    """
+    found, keys = deployment.read(runtime_dir), runtime_dir / "keys" / "client.key"
+    if not all(engine.server_key and engine.input for engine in found.engines):
+        raise ConfigError(f"{runtime_dir}: other hosts cannot reach these engines; start them with --address")
+    engines = [{name: getattr(engine, name) for name in TOLD} for engine in found.engines]
+    pair = {"public": KeyPair.load(keys).public.decode(), "secret": KeyPair.load(keys).secret.decode()}
+    return json.dumps({"engines": engines, "resolved": found.resolved, **pair}, indent=1)
 
 
 def read_place(place: Place) -> Deployment:
@@ -115,13 +104,12 @@ def check_alike(places: Sequence[Place], found: Sequence[Deployment]) -> None:
     Raises:
         ConfigError: engines of two places have the same number, or another model.
     """
-    owners: dict[int, Place] = {}
-    for place, each in zip(places, found, strict=True):
-        for name in SAME if each.resolved and found[0].resolved else ():
-            if (here := each.resolved.get(name)) != (first := found[0].resolved.get(name)):
-                another = f"{name} is {here!r:.80} there and {first!r:.80} in {places[0]}"
-                raise ConfigError(f"{place} has another model than {places[0]}: {another}")
-        for engine in each.engines:
-            if (other := owners.setdefault(engine.index, place)) is not place:
-                both = f"engine {engine.index} is in {other} and in {place}"
-                raise ConfigError(f"{both}: start each host's with a data_parallel_rank of its own")
+    numbers = Counter(engine.index for each in found for engine in each.engines)
+    if twice := [number for number, count in numbers.items() if count > 1]:
+        way_out = "start those of each host with a data_parallel_rank of their own"
+        raise ConfigError(f"engine {twice[0]} is at two of {', '.join(map(str, places))}: {way_out}")
+    known = [(place, each.resolved) for place, each in zip(places, found, strict=True) if each.resolved]
+    models = {str({name: resolved.get(name) for name in SAME}): place for place, resolved in known}
+    if len(models) > 1:
+        facts = "; ".join(f"{place} {model:.200}" for model, place in models.items())
+        raise ConfigError(f"engines of different models cannot share a client: {facts}")

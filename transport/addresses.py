@@ -58,22 +58,6 @@ def engine_ports(address: str, index: int = 0) -> tuple[str, str]:
     return first, second
 
 
-def address_towards(host: str) -> str:
-    """The address of this machine from which it would reach another; nothing is sent.
-
-    Raises:
-        ConfigError: there is no such host, or no way there.
-    """
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]  # any port will do
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)
-            own: str = probe.getsockname()[0]
-    except OSError as error:
-        raise ConfigError(f"no way to the host {host!r}: {error}; name this host's interface with address") from error
-    return f"[{own}]" if family is socket.AF_INET6 else own
-
-
 def check_interface(address: str) -> None:
     """Whether this machine has the interface of "tcp://HOST", before minutes are spent on loading a model.
 

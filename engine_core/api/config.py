@@ -215,11 +215,10 @@ class EngineConfig:
         if self.keys is not None and self.address is None:
             raise ConfigError(f"keys {self.keys}: they are for tcp; give address, too")
         if (here := self.engines_here).stop > self.data_parallel_size:
-            size = f"data_parallel_size is {self.data_parallel_size}"
-            raise ConfigError(f"engines {here.start} to {here[-1]} are to be started here, and {size}")
+            asked = f"data_parallel_rank and data_parallel_size_local ask for engines {here.start} to {here[-1]}"
+            raise ConfigError(f"{asked}, and data_parallel_size is {self.data_parallel_size}")
         if self.dp_lockstep and len(here) < self.data_parallel_size:
-            way_out = "votes lie in the memory of one host; start all engines here"
-            raise NotSupportedError(f"dp_lockstep with data_parallel_rank: {way_out}")
+            raise NotSupportedError("dp_lockstep with data_parallel_rank: its votes lie in the memory of one host")
 
     def _check_ray(self) -> None:
         if self.dp_lockstep:
@@ -229,8 +228,7 @@ class EngineConfig:
             way_out = "an engine listens at its node's address, with CURVE; leave address out"
             raise NotSupportedError(f"address with data_parallel_backend ray: {way_out}")
         if len(self.engines_here) < self.data_parallel_size:
-            way_out = "Ray places all engines; leave it out"
-            raise NotSupportedError(f"data_parallel_rank with data_parallel_backend ray: {way_out}")
+            raise NotSupportedError("data_parallel_rank with data_parallel_backend ray: leave it out, Ray starts all")
         if self.device.startswith("cuda:"):
             raise ConfigError(f'device {self.device!r}: Ray chooses the GPUs; give "cuda"')
         if self.ray_address is not None and not re.fullmatch(r"auto|[^/:\s]+:\d{1,5}", self.ray_address):

@@ -41,7 +41,7 @@ def add_input(parser: CommandParser) -> None:
 
 def add_attach(parser: CommandParser) -> None:
     """Options of commands that can use a running engine."""
-    about = "runtime directory of running engines to use, or an access file; several times for several"
+    about = "runtime directory of running engines, or an access file; several times for several; none is started then"
     parser.option("attach", tuple, (), about)
 
 

@@ -31,9 +31,7 @@ def run_access(args: Sequence[str]) -> int:
 def run(args: Sequence[str]) -> int:
     about = "Makes CURVE keys for engines on several hosts and their clients; those that are there already stay."
     parser = ArgumentParser("wavecore keys", description=about)
-    parser.add_argument(
-        "folder", metavar="DIR", type=Path, help="copy it to each host, for `wavecore engine --keys DIR`"
-    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="for `wavecore engine --keys DIR` on each host")
     folder = parser.parse_args(args).folder
     if os.path.lexists(folder) and not is_private(folder):
         raise ConfigError(f"{folder} must be a folder that belongs to you and is closed to others: chmod 700 {folder}")

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 import setproctitle
 
 from wavecore.frontend.cli.main import own_process, told
-from wavecore.transport.addresses import address_towards
 from wavecore.transport.errors import ConfigError, EngineDead
 from wavecore.transport.processes.child import die_with_parent
 
@@ -69,7 +68,8 @@ def run(args: Sequence[str], ranks: int) -> int:
     """As `wavecore engine`, with so many ranks on this host.
 
     Raises:
-        ConfigError: the sizes that are given make another number of ranks, or an engine of ranks of two hosts.
+        ConfigError: the sizes that are given make another number of ranks, or an engine of ranks of two hosts; or no
+            address, on several hosts.
     """
     # Slow to import, and not for those that hold a place.
     from wavecore.frontend.cli.engine import make_parser, serve
@@ -94,8 +94,7 @@ def run(args: Sequence[str], ranks: int) -> int:
             f"wavecore engine {sizes}"
         )
     if world > ranks:
-        values.data_parallel_rank, values.data_parallel_size_local = int(os.environ["RANK"]) // each, ranks // each
         if values.address is None:
-            values.address = f"tcp://{address_towards(os.environ['MASTER_ADDR'])}"
-            print(f"wavecore: address {values.address}: this host's, towards MASTER_ADDR", file=sys.stderr)
+            raise ConfigError(f"torchrun started {ranks} of {world} processes here: give address tcp://THIS_HOST")
+        values.data_parallel_rank, values.data_parallel_size_local = int(os.environ["RANK"]) // each, ranks // each
     return serve(settings(values))

@@ -33,8 +33,7 @@ def main(args: Sequence[str] | None = None) -> int:
     raise_descriptor_limit()
     process = child.SupervisedChild(parsed) if supervised else None
     logs.set_up(parsed.name)
-    own = ServerConfig(attach=tuple(parsed.attach), runtime_dir=parsed.attach[0])
-    config = ServerConfig.from_json(process.config) if process else own
+    config = ServerConfig.from_json(process.config) if process else ServerConfig(attach=tuple(parsed.attach))
     try:
         run(config, _listener(parsed.fd), process.report_ready if process else lambda _: None)
     except WavecoreError as error:

@@ -105,11 +105,10 @@ class Server:
 
     def _folder(self) -> Path:
         """For the operator's sockets: the first runtime directory of engines on this host, or one of our own."""
-        found = next((Path(each) for each in self._config.attach if Path(each).expanduser().is_dir()), None)
-        if found is None:
+        here = [place for place in places_of(self._config.attach) if isinstance(place, Path)]
+        if not here:
             self._own_dir = RuntimeDir(None, ADMIN_SOCKETS)
-            found = self._own_dir.path
-        return found
+        return here[0] if self._own_dir is None else self._own_dir.path
 
     def _watch(self, folder: Path) -> None:
         """Until all API processes have ended, which they do at a signal only."""

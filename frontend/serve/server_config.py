@@ -18,7 +18,7 @@ class ServerConfig:
 
     Attributes:
         attach: where the engines are found: runtime directories and access files.
-        runtime_dir: folder of the operator's sockets: the engines' where they have one here.
+        runtime_dir: folder of the operator's sockets; empty for the first of `attach`.
         api_keys: who gives one of them may enter; empty lets everybody in.
         chat_template: jinja2 text in place of the model's.
         max_body_bytes: of a request; a larger one is refused while it is read.

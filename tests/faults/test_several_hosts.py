@@ -1,8 +1,4 @@
-"""Engines on several hosts, each started there by hand: links that break in every way, and hosts that stand still.
-
-Hosts are addresses of this machine; a client has the way to each through proxies. Its clocks are quick, but where a
-test asks for the real ones; those of the hosts never are.
-"""
+"""Engines on several hosts, each started there by hand: links that break in every way, and hosts that stand still."""
 
 from __future__ import annotations
 
@@ -59,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Site(Streams):
-    """A client of two hosts.
+    """A client of two hosts, addresses of this machine, with proxies on the way to each.
 
     Attributes:
         far: the proxies on the way to the second host.

@@ -92,8 +92,8 @@ def test_engines_that_are_started_here(given: dict[str, int], here: range) -> No
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"data_parallel_rank": 4}, "engines 4 to 4 are to be started here, and data_parallel_size is 4"),
-        ({"data_parallel_rank": 3, "data_parallel_size_local": 2}, "engines 3 to 4 are to be started here"),
+        ({"data_parallel_rank": 4}, "ask for engines 4 to 4, and data_parallel_size is 4"),
+        ({"data_parallel_rank": 3, "data_parallel_size_local": 2}, "ask for engines 3 to 4"),
         ({"data_parallel_rank": 0, "dp_lockstep": True}, "dp_lockstep with data_parallel_rank: "),
         ({"data_parallel_rank": 0, "data_parallel_backend": "ray"}, "data_parallel_rank with data_parallel_backend"),
         ({"keys": "/keys"}, "keys /keys: they are for tcp; give address, too"),

@@ -90,6 +90,7 @@ def _config(values: Namespace, shutdown_timeout: float) -> ServerConfig:
         max_body_bytes=values.max_body_bytes,
         write_timeout=values.write_timeout,
         shutdown_timeout=shutdown_timeout,
+        tokenizer=values.tokenizer if values.attach else None,
         metrics_compat=values.metrics_compat,
         ssl_keyfile=values.ssl_keyfile,
         ssl_certfile=values.ssl_certfile,

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -86,7 +87,8 @@ def run(config: ServerConfig, listener: socket.socket, report: Report) -> None:
     Raises:
         WavecoreError: there are no engines to attach to.
     """
-    service = Service(places_of(config.attach), None, ATTACH_SECONDS)
+    own = None if config.tokenizer is None else Path(config.tokenizer)
+    service = Service(places_of(config.attach), None, ATTACH_SECONDS, own)
     service.start_text_threads()
     gc.collect()
     gc.freeze()  # what is there by now stays

@@ -24,6 +24,7 @@ class ServerConfig:
         max_body_bytes: of a request; a larger one is refused while it is read.
         write_timeout: seconds without progress after which a reader that stopped is cut off.
         shutdown_timeout: seconds for running requests to finish at the end.
+        tokenizer: a folder or tokenizer.json; None takes the engines'.
         index: number of the API process.
         metrics_compat: "vllm" shows vLLM's names in /metrics as well, "none" ours alone.
         ssl_keyfile, ssl_certfile: files in PEM form; both or none.
@@ -36,6 +37,7 @@ class ServerConfig:
     max_body_bytes: Annotated[int, Bounds(1, 1 << 40)] = 32 << 20
     write_timeout: Annotated[float, ABOVE_ZERO] = 60.0
     shutdown_timeout: Annotated[float, FROM_ZERO] = 30.0
+    tokenizer: str | None = None
     index: int = 0
     metrics_compat: Literal["vllm", "none"] = "vllm"
     ssl_keyfile: str | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.support.scripted_model import write_model
-from tests.support.served import served
+from tests.support.served import COMMAND, served
 from tests.support.several_hosts import dense_hosts, save_access
 from tests.support.waiting import two_free_ports, until
 
@@ -119,10 +119,14 @@ def test_status_of_all_hosts(
     assert head == f"{files[0]}: degraded" and first.split()[:5] == ["0", "127.0.0.2", "0", "silent", "-"]
 
 
-def test_a_server_of_both_hosts(files: list[Path]) -> None:
-    """It has a folder of its own for the operator's socket, as there is no runtime directory here."""
+def test_a_server_of_both_hosts(files: list[Path], model: dict[str, str]) -> None:
+    """It has a folder of its own for the operator's socket, and a tokenizer of its own: a host's may not be here."""
     attach = [word for file in files for word in ("--attach", str(file))]
-    with served(*attach) as server:
+    none = [*COMMAND, *attach, "--port", "0", "--tokenizer", "/none"]
+    failed = subprocess.run(none, capture_output=True, text=True, timeout=60, check=False)
+    assert (failed.returncode, "/none" in failed.stderr) == (4, True)
+    with served(*attach, "--tokenizer", model["tokenizer"]) as server:
+        assert server.post("/tokenize", {"prompt": "Hello"}).status_code == 200
         assert (server.runtime_dir / "admin.sock").exists()
         body = {"prompt": [5, 6], "max_tokens": 3}
         for rank in range(3):

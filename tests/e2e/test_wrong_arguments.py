@@ -90,7 +90,7 @@ OTHER_WORDS = {
     "messages": ("message",),
     "name": ("silu_mul",),
     "fn": ("silu_mul", "cannot be imported"),
-    "runtime_dir": ("deployment", "key file x"),
+    "runtime_dir": ("deployment", "key file"),
     "timeout": ("answered within",),
     "tokenizer": ("x cannot be read", "high cannot be read"),
 }

@@ -68,7 +68,7 @@ def test_a_key_that_is_listed_later_enters_then(tmp_path: Path, make_engine: Any
     engine = make_engine((ADDRESS, ADDRESS), curve=CurveServer.load(tmp_path))
     client = make_client()
     client.pump.connect(0, *engine.addresses, CurveClient(public.encode(), late))
-    until(lambda: client.pump._connections[0]._complaints.counts, "the refusal")
+    until(lambda: 0 in client.pump._connections and client.pump._connections[0]._complaints.counts, "the refusal")
     (tmp_path / "authorized_clients" / "late.pub").write_bytes(late.public)
     client.wait_for(lambda: client.saw(Ready), "READY")
     client.wait_ends(client.add(count=3))

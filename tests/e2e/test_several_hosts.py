@@ -154,6 +154,21 @@ def test_keys_for_several_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["keys", "/proc/none"]) == 3
 
 
+def test_a_client_with_a_key_of_its_own(hosts: list[Supervisor], tmp_path: Path, model: dict[str, str]) -> None:
+    """It may enter while its public key lies in the folder that the hosts were given."""
+    folder, pair = hosts[1].runtime_dir, KeyPair.generate()
+    assert folder is not None and hosts[1]._keys is not None
+    own = {"public": pair.public.decode(), "secret": pair.secret.decode()}
+    file = save_access(folder, tmp_path / "own.json", lambda told: told.update(own))
+    listed = hosts[1]._keys / "authorized_clients" / "friend.pub"
+    listed.write_bytes(pair.public)
+    with connect(file, tokenizer=model["tokenizer"]) as llm:
+        assert llm.generate([5, 6], SHORT, use_tqdm=False)[0].finished
+    listed.unlink()
+    with pytest.raises(StartError, match="another key"):
+        connect(file, 0.5)
+
+
 def test_a_runtime_directory_with_keys_of_another_deployment(model: dict[str, str], tmp_path: Path) -> None:
     create_keys(tmp_path / "keys")
     create_keys(tmp_path / "run" / "keys")

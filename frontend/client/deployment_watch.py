@@ -171,5 +171,5 @@ class DeploymentWatch:
 
 
 def _silence(engine: RemoteEngine) -> EngineDead:
-    reason = f"out of reach for {engine.silent_for:.0f} s ({engine.broken_by}); is its machine reachable?"
+    reason = f"out of reach for {engine.silent_for:.1f} s ({engine.broken_by}); is its machine reachable?"
     return EngineDead(f"{engine.name} has been {reason}")

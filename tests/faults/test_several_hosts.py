@@ -29,7 +29,7 @@ from wavecore.transport.io.client_pump import ClientPump
 slow = pytest.mark.slow
 BOTH = [1, 1]  # engines of each host
 FAR = "127.0.0.13"  # the way to the second host
-UNREACHABLE = rf"engine 1 at {FAR} has been out of reach for \d+ s"
+UNREACHABLE = rf"engine 1 at {FAR} has been out of reach for [\d.]+ s"
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ logger = logging.getLogger("wavecore.engine_core")
 def main() -> int:
     arguments = parser("wavecore.engine_core")
     arguments.add_argument("--index", type=int, required=True)
-    arguments.add_argument("--runtime-dir", type=Path, required=True)
+    arguments.add_argument("--keys", type=Path, required=True)
     arguments.add_argument("--input", required=True)
     arguments.add_argument("--output", required=True)
     args = arguments.parse_args()
@@ -79,7 +79,7 @@ def _bound(args: argparse.Namespace, child: SupervisedChild, core: EngineCore, *
         "resolved": _resolved(core.config, core.runner.info) | more,
         "input_address": args.input,
         "output_address": args.output,
-        "curve": CurveServer.load(args.runtime_dir / "keys") if args.input.startswith("tcp:") else None,
+        "curve": CurveServer.load(args.keys) if args.input.startswith("tcp:") else None,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,20 +14,21 @@ from wavecore.frontend.compat import engine_config, from_environment, missing
 from wavecore.frontend.progress_bars import StartBar
 from wavecore.transport.errors import ConfigError, NotSupportedError
 from wavecore.transport.processes import logs
-from wavecore.transport.processes.deployment import Address
+from wavecore.transport.processes.deployment import MAX_ENTRIES
+from wavecore.transport.processes.places import AccessFile, Place
 
 
-def where_it_runs(runtime_dir: str | Path, key_file: str | Path | None) -> Path | Address:
-    """What an `EngineClient` attaches to.
+def places_of(named: str | Path | Sequence[str | Path]) -> tuple[Place, ...]:
+    """Where a user says that engines are found: a runtime directory, an access file, which is read, or several.
 
     Raises:
-        ConfigError: no path, or an address without a key file.
+        ConfigError: no path, or an access file that cannot be used.
     """
-    keys = None if key_file is None else OF_SETTING.path("key_file", key_file)
-    where = OF_SETTING.path("runtime_dir", runtime_dir)
-    if str(runtime_dir).startswith("tcp://") != bool(keys):
-        raise ConfigError("key_file is for an address, which needs one: a copy of keys/client.key of the engine")
-    return where if keys is None else Address(str(runtime_dir), keys)
+    several = [named] if isinstance(named, str | Path) else OF_SETTING.entries("runtime_dir", named, MAX_ENTRIES)
+    paths = [OF_SETTING.path("runtime_dir", each) for each in several]
+    if not paths or any(str(path).startswith("tcp:/") for path in paths):
+        raise ConfigError(f"runtime_dir {named}: give a directory, or an access file of `wavecore access` in its place")
+    return tuple(AccessFile.load(path) if path.is_file() else path for path in paths)
 
 
 class BaseLLM:
@@ -47,20 +49,18 @@ class BaseLLM:
     @classmethod
     def connect(
         cls,
-        runtime_dir: str | Path,
+        runtime_dir: str | Path | Sequence[str | Path],
         timeout: float = 30.0,
         *,
-        key_file: str | Path | None = None,
         tokenizer: str | Path | None = None,
         stage: str = "",
     ) -> Self:
         """A client of a running engine; any number may attach, from any process. `shutdown` only lets go of it.
 
         Args:
-            runtime_dir: as `wavecore engine` prints it, or `LLM.runtime_dir`. From another host, the address that the
-                engine was started with, "tcp://HOST:PORT".
+            runtime_dir: as `wavecore engine` prints it, or `LLM.runtime_dir`. From another host, an access file, as
+                `wavecore access` writes it. Or several, of engines of one model: requests go to the best of all.
             timeout: seconds until the engine must have answered.
-            key_file: for an address: a copy of `keys/client.key` in the engine's runtime directory.
             tokenizer: a folder or tokenizer.json, where the engine's is not on this machine.
             stage: of a `ModelPipeline`, whose stages have a model each.
 
@@ -73,9 +73,9 @@ class BaseLLM:
         logs.show(from_environment(["log_level"]).get("log_level", "warning"))
         timeout = OF_SETTING.real("timeout", timeout, 0.0, math.inf, above=True)
         own = None if tokenizer is None else OF_SETTING.path("tokenizer", tokenizer)
-        where = where_it_runs(runtime_dir, key_file)
+        places = places_of(runtime_dir)
         llm = cls.__new__(cls)
-        llm._attach(Service(where, None, timeout, own, stage))
+        llm._attach(Service(places, None, timeout, own, stage))
         return llm
 
     def _start(self, config: EngineConfig) -> None:
@@ -93,12 +93,12 @@ class BaseLLM:
         """What other processes of this machine give to `connect`.
 
         Raises:
-            NotSupportedError: this client is attached to an address.
+            NotSupportedError: this client is attached to an access file, or to several places.
         """
-        where = self._service.runtime_dir
-        if isinstance(where, Address):
-            raise NotSupportedError(f"runtime_dir: attached to {where}; give others that and a key file")
-        return where
+        places = self._service.places
+        if len(places) != 1 or isinstance(places[0], AccessFile):
+            raise NotSupportedError(f"runtime_dir: attached to {', '.join(map(str, places))}; give others these")
+        return places[0]
 
     @property
     def vocab_size(self) -> int:

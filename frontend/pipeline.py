@@ -45,7 +45,10 @@ from wavecore.transport.wire.checks import OF_REQUEST
 
 INPUT = "prompt"  # what templates call the text that a run begins with
 OF_DEPLOYMENT = frozenset(
-    ["address", "disable_tqdm", "log_level", "ready_timeout", "runtime_dir", "shutdown_timeout", "step_timeout"]
+    [
+        *("address", "data_parallel_rank", "data_parallel_size_local", "disable_tqdm", "keys", "log_level"),
+        *("ready_timeout", "runtime_dir", "shutdown_timeout", "step_timeout"),
+    ]
 )
 EARLY = ("abort", "timeout")  # ends of a request that end its run
 # A sentence ends with the white space behind it, which is known once the next one begins. Nothing here gives back what
@@ -241,7 +244,7 @@ class ModelPipeline:
             self.runtime_dir = supervisor.start(bar)
             for stage in self._stages:
                 with _naming(stage.name):
-                    service = Service(self.runtime_dir, None, self._config.ready_timeout, stage=stage.name)
+                    service = Service([self.runtime_dir], None, self._config.ready_timeout, stage=stage.name)
                     opened.callback(service.close)
                     service.need_tokenizer("a stage")
                 service.start_text_threads()

@@ -165,7 +165,7 @@ def service(script: Script, tokenizer: str) -> Iterator[Service]:
         mock.patch("wavecore.frontend.client.client.ClientPump", ScriptedPump),
         mock.patch("wavecore.transport.processes.deployment.read", lambda _: found),
     ):
-        yield Service(Path("/nowhere"), None, START_SECONDS)
+        yield Service([Path("/nowhere")], None, START_SECONDS)
 
 
 def generate(script: Script, service: Service, params: SamplingParams) -> None:

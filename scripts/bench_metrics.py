@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,7 @@ def bench(running: int, waiting: int, engines: int) -> str:
     answer, _ = core.utilities.call("metrics", {})
     resolved = {"block_size": 64, "num_blocks": 1024, "num_host_blocks": 0, "max_num_queued_reqs": 1 << 20}
     client: Any = FakeClient(engines, answer, resolved)
-    both, ours = (Metrics(client, Path("/nonexistent"), "model", vllm=vllm) for vllm in (True, False))
+    both, ours = (Metrics(client, "model", vllm=vllm) for vllm in (True, False))
     both.refresh()
     ours.refresh()
     cells = [median_ms(lambda: core.utilities.call("metrics", {})), median_ms(both.refresh)]

@@ -25,6 +25,7 @@ HEADLINES = (
     "test_engine_death::test_request_that_kills_its_engine",
     "test_engine_death::test_engine_that_cannot_be_started_again",
     "test_groups::test_killed_rank",
+    "test_several_hosts::test_stopped_host",
     "test_stuck::test_hanging_step",
     "test_process_life::test_killed_program",
     "test_process_life::test_drain",

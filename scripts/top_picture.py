@@ -35,7 +35,7 @@ def main() -> None:
             load.start()
             client = EngineClient(llm.runtime_dir)
             console = Console(record=True, width=WIDTH, file=io.StringIO())
-            console.print(top.tables(next(top.views_of(client, llm.runtime_dir, 1.0, 20))))
+            console.print(top.tables(next(top.views_of(client, 1.0, 20))))
             client.close()
             load.join()
     drawn = console.export_svg(title="wavecore top DIR", unique_id="top")

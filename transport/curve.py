@@ -1,7 +1,7 @@
 """CURVE keys of a deployment, for tcp: made, kept in files, and read back with care.
 
 keys_dir/server.key                 its secret and its public key, one z85 text a line, mode 0600
-keys_dir/client.key                 likewise, then the server's public key: all that a client on another host needs
+keys_dir/client.key                 likewise, of the deployment's clients
 keys_dir/authorized_clients/*.pub   public keys of more clients, one a file; read again at every handshake
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -26,11 +26,15 @@ MAX_KEY_FILE = 4096  # bytes
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """z85 texts of 40 bytes each; `server` is the other side's public key, in a client's file."""
+    """z85 texts of 40 bytes each."""
 
     public: bytes
     secret: bytes = field(repr=False)
-    server: bytes = b""
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether these are keys at all, and belong together."""
+        return len(self.secret) == 40 and _public(self.secret) == self.public
 
     @classmethod
     def generate(cls) -> Self:
@@ -43,19 +47,13 @@ class KeyPair:
         Raises:
             ConfigError: missing, malformed, or readable by others.
         """
-        try:
-            status = path.stat()
-            lines = read_small(path, MAX_KEY_FILE).split()
-        except OSError as error:
-            raise ConfigError(f"key file {path}: {error.strerror}") from None
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise ConfigError(f"key file {path} must belong to you and be closed to others: chmod 600 {path}")
-        if len(lines) not in (2, 3) or not all(_is_key(line) for line in lines) or _public(lines[0]) != lines[1]:
+        lines = read_secret(path, MAX_KEY_FILE).split()
+        if len(lines) != 2 or not (pair := cls(lines[1], lines[0])).is_pair:
             raise ConfigError(f"key file {path} is damaged: delete it and start the engine again")
-        return cls(lines[1], *lines[::2])
+        return pair
 
     def save(self, path: Path) -> None:
-        write_new(path, b"".join(key + b"\n" for key in (self.secret, self.public, self.server) if key))
+        write_new(path, b"%s\n%s\n" % (self.secret, self.public))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +98,22 @@ class CurveClient:
         return cls(server_key.encode(), KeyPair.load(key_file))
 
 
+def read_secret(path: Path, limit: int) -> bytes:
+    """A file that holds a secret, of at most `limit` bytes.
+
+    Raises:
+        ConfigError: it cannot be read, or others can.
+    """
+    try:
+        status = path.stat()
+        data = read_small(path, limit)
+    except OSError as error:
+        raise ConfigError(f"key file {path}: {error.strerror}") from None
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"key file {path} must belong to you and be closed to others: chmod 600 {path}")
+    return data
+
+
 def _public(secret: bytes) -> bytes | None:
     """What belongs to a secret key; None where that is no key."""
     try:
@@ -128,8 +142,29 @@ def create_keys(keys_dir: Path, guest: str = "") -> str:
         KeyPair.generate().save(keys_dir / "server.key")
     server = KeyPair.load(keys_dir / "server.key").public
     if not (keys_dir / "client.key").exists():
-        replace(KeyPair.generate(), server=server).save(keys_dir / "client.key")
+        KeyPair.generate().save(keys_dir / "client.key")
     if guest:
         write_new(keys_dir / GUEST, guest.encode())
     CurveServer.load(keys_dir).allowed()  # what is wrong is told now, rather than to each client by silence
     return server.decode()
+
+
+def lend_keys(keys_dir: Path, folder: Path) -> str:
+    """Give a folder the clients' keys of a deployment on several hosts; returns its servers' public key.
+
+    Args:
+        keys_dir: as `create_keys` made it.
+
+    Raises:
+        ConfigError: the keys there cannot be used, or the folder has those of another deployment.
+        OSError: the copy cannot be made.
+    """
+    server, clients = CurveServer.load(keys_dir), KeyPair.load(keys_dir / "client.key")
+    server.allowed()
+    copy = folder / "client.key"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not copy.exists():
+        clients.save(copy)
+    elif KeyPair.load(copy) != clients:
+        raise ConfigError(f"{copy} is of other keys than {keys_dir}: move it, or name another runtime_dir")
+    return server.pair.public.decode()

@@ -89,6 +89,8 @@ class EngineConfig:
         address: None binds ipc sockets in the runtime directory; "tcp://HOST:PORT" binds PORT and the next one on that
             interface, for clients on other hosts, too; "tcp://HOST" two ports that are free, for those that read the
             runtime directory.
+        keys: folder of CURVE keys that `wavecore keys` made, for engines on several hosts: each host has a copy. None
+            makes own keys in the runtime directory.
         runtime_dir: folder of deployment.json, sockets and keys; None makes a fresh one. A named one may hold other
             files, which are never touched, and keeps its keys and allow-list for later starts.
         ready_timeout: seconds from start to ready.
@@ -104,6 +106,9 @@ class EngineConfig:
             differ the engine ends, and its error names rank, step and row. To look for faults: it costs some time.
         data_parallel_size: engines of one deployment, each with the whole model and devices of its own, or a share of
             the CPU's threads; requests go to the least loaded.
+        data_parallel_rank: number of the first engine that is started here, where other hosts or programs start the
+            others (docs/several-hosts.md); None starts all.
+        data_parallel_size_local: engines that are started here; None: one where data_parallel_rank is given, else all.
         data_parallel_backend: "mp" starts engines as processes of this host; "ray" each in a Ray actor, on any node of
             a cluster (docs/several-gpus.md; needs `pip install wavecore[ray]`).
         ray_address: of the cluster to join, "HOST:PORT" or "auto"; None starts a private one on this host, if the
@@ -153,6 +158,7 @@ class EngineConfig:
     nvtx: bool = False
     disable_tqdm: bool = False
     address: str | None = None
+    keys: str | None = None
     runtime_dir: str | None = None
     ready_timeout: Annotated[float, ABOVE_ZERO] = 600.0
     step_timeout: Annotated[float, ABOVE_ZERO] = 60.0
@@ -162,6 +168,8 @@ class EngineConfig:
     disable_custom_all_reduce: bool = False
     check_ranks: bool = False
     data_parallel_size: Annotated[int, Bounds(1, MAX_ENGINES)] = 1
+    data_parallel_rank: Annotated[int | None, Bounds(0, MAX_ENGINES - 1)] = None
+    data_parallel_size_local: Annotated[int | None, Bounds(1, MAX_ENGINES)] = None
     data_parallel_backend: Literal["mp", "ray"] = "mp"
     ray_address: str | None = None
     ray_without_token: bool = False
@@ -175,6 +183,7 @@ class EngineConfig:
         if self.dp_lockstep and not 1 < self.data_parallel_size <= MAX_LOCKSTEP_RANKS:
             size = f"data_parallel_size is {self.data_parallel_size}"
             raise ConfigError(f"dp_lockstep needs a data_parallel_size of 2 to {MAX_LOCKSTEP_RANKS}; {size}")
+        self._check_hosts()
         if self.data_parallel_backend == "ray":
             self._check_ray()
         elif self.ray_address is not None:
@@ -192,9 +201,24 @@ class EngineConfig:
             )
 
     @property
+    def engines_here(self) -> range:
+        """Numbers of the engines that are started here, of the data_parallel_size of all."""
+        first, every = self.data_parallel_rank or 0, self.data_parallel_rank is None
+        return range(first, first + (self.data_parallel_size_local or (self.data_parallel_size if every else 1)))
+
+    @property
     def expert_ranks(self) -> int:
         """Ranks of all engines, over which whole experts are spread; 1 where they are not."""
         return self.data_parallel_size * self.tensor_parallel_size if self.enable_expert_parallel else 1
+
+    def _check_hosts(self) -> None:
+        if self.keys is not None and self.address is None:
+            raise ConfigError(f"keys {self.keys}: they are for tcp; give address, too")
+        if (here := self.engines_here).stop > self.data_parallel_size:
+            asked = f"data_parallel_rank and data_parallel_size_local ask for engines {here.start} to {here[-1]}"
+            raise ConfigError(f"{asked}, and data_parallel_size is {self.data_parallel_size}")
+        if self.dp_lockstep and len(here) < self.data_parallel_size:
+            raise NotSupportedError("dp_lockstep with data_parallel_rank: its votes lie in the memory of one host")
 
     def _check_ray(self) -> None:
         if self.dp_lockstep:
@@ -203,6 +227,8 @@ class EngineConfig:
         if self.address is not None:
             way_out = "an engine listens at its node's address, with CURVE; leave address out"
             raise NotSupportedError(f"address with data_parallel_backend ray: {way_out}")
+        if len(self.engines_here) < self.data_parallel_size:
+            raise NotSupportedError("data_parallel_rank with data_parallel_backend ray: leave it out, Ray starts all")
         if self.device.startswith("cuda:"):
             raise ConfigError(f'device {self.device!r}: Ray chooses the GPUs; give "cuda"')
         if self.ray_address is not None and not re.fullmatch(r"auto|[^/:\s]+:\d{1,5}", self.ray_address):

@@ -61,7 +61,7 @@ def places(
     Raises:
         ConfigError: too few GPUs or CPU cores, or no such device; with both numbers.
     """
-    engines, ranks, device = config.data_parallel_size, config.tensor_parallel_size, config.device
+    engines, ranks, device = len(config.engines_here), config.tensor_parallel_size, config.device
     if device == "auto" and config.model.startswith("scripted:"):
         device = "cpu"
     count, number, visible = engines * ranks, cuda_number(device), visible_gpus(environ, root)

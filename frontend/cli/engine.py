@@ -9,7 +9,6 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.frontend.cli.parser import CommandParser, settings
 from wavecore.frontend.client.service import make_supervisor
 from wavecore.frontend.progress_bars import StartBar
-from wavecore.transport.addresses import engine_ports
 
 
 def run(args: Sequence[str]) -> int:
@@ -43,5 +42,5 @@ def _tell(bar: StartBar, folder: Path, address: str | None) -> None:
     bar.close()
     print(f"ready; runtime directory: {folder}")
     print(f'attach: wavecore chat --attach {folder}    or from Python: wavecore.connect("{folder}")', flush=True)
-    if address and not engine_ports(address)[0].endswith(":0"):
-        print(f"from other hosts: wavecore chat --attach {address} --key-file COPY_OF_keys/client.key", flush=True)
+    if address:
+        print(f"from other hosts: wavecore access {folder} > access.json, and there attach to that file", flush=True)

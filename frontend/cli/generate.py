@@ -41,14 +41,14 @@ def add_input(parser: CommandParser) -> None:
 
 def add_attach(parser: CommandParser) -> None:
     """Options of commands that can use a running engine."""
-    parser.option("attach", str, "", "runtime directory of a running engine to use, or its tcp://HOST:PORT")
-    parser.option("key_file", str, None, "for such an address: a copy of keys/client.key in the engine's directory")
+    about = "runtime directory of running engines, or an access file; several times for several; none is started then"
+    parser.option("attach", tuple, (), about)
 
 
 def open_llm(values: Namespace) -> LLM:
     """The running engine that `--attach` names, or one of our own."""
     if values.attach:
-        return connect(values.attach, key_file=values.key_file, tokenizer=values.tokenizer)
+        return connect(values.attach, tokenizer=values.tokenizer)
     return LLM.from_config(settings(values))
 
 

@@ -19,13 +19,15 @@ from wavecore.transport.errors import WavecoreError
 from wavecore.transport.headroom import raise_descriptor_limit
 from wavecore.transport.version import VERSION
 
-COMMANDS = {
+COMMANDS = {  # name -> module and function ("run", where none is named), about
     "generate": ("frontend.cli.generate", "answer one prompt and stream the answer"),
     "chat": ("frontend.cli.chat", "talk to the model, with history"),
     "serve": ("frontend.cli.serve", "run the OpenAI server"),
     "engine": ("frontend.cli.engine", "run an engine that other processes attach to"),
     "status": ("frontend.cli.status", "show running engines, their devices, load and last ends"),
-    "run-vllm": ("frontend.cli.run_vllm", "run a program written for vLLM"),
+    "keys": ("frontend.cli.keys", "make the keys of engines on several hosts"),
+    "access": ("frontend.cli.keys:run_access", "print what a client on another host needs"),
+    "run-vllm": ("frontend.vllm.run_script", "run a program written for vLLM"),
     "top": ("frontend.cli.top", "watch the engines of a deployment and their requests"),
     "bench": ("frontend.cli.bench", "measure: `wavecore bench offline`, `wavecore bench serve URL`"),
 }
@@ -80,7 +82,8 @@ def told(name: str, run: Callable[[], int], own: bool = True) -> int:
 
 def _run(name: str, args: Sequence[str]) -> int:
     if name in COMMANDS:
-        return int(import_module(f"wavecore.{COMMANDS[name][0]}").run(args))
+        module, _, function = COMMANDS[name][0].partition(":")
+        return int(getattr(import_module(f"wavecore.{module}"), function or "run")(args))
     if name in ("-h", "--help", "help", "-V", "--version"):
         print(f"wavecore {VERSION}" if name in ("-V", "--version") else _help())
         return 0

@@ -24,6 +24,7 @@ from wavecore.transport.wire.checks import MAX_TEXT
 
 SHORT = {"-h": "--help", "-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size"}
 SEVERAL = ("served_model_name",)  # a flag of vLLM's that takes all the words behind it
+REPEATED = ("attach",)  # may be given again and again
 OPPOSITE = {"true": "false", "false": "true"}
 # Kind of a command's own option -> how its text is read, and what an error calls it
 KINDS: Mapping[type, tuple[Any, str]] = {
@@ -31,6 +32,7 @@ KINDS: Mapping[type, tuple[Any, str]] = {
     int: (int, "a whole number"),
     float: (float, "a number"),
     bool: (lambda text: OPPOSITE[text.lower()] == "false", "true or false"),
+    tuple: (tuple, "texts"),
     list: (lambda text: list(OF_SETTING.texts("", json.loads(text), 1 << 10, MAX_TEXT)), "a JSON list of texts"),
 }
 
@@ -78,7 +80,7 @@ class CommandParser:
         for name, word in zip(self._words, words, strict=False):
             if name in flags:
                 raise ConfigError(f"{word!r:.80} is one argument too many: {_flag(name)} is given, too")
-            flags[name] = word
+            flags[name] = [word] if name in REPEATED else word
         own = {name: default for name, (_, default, _) in self._options.items()}
         own |= {name: self._read(name, text) for name, text in flags.items() if name in own}
         typed = {n: compat.typed(n, t) if isinstance(t, str) else t for n, t in flags.items() if n not in own}
@@ -129,6 +131,9 @@ class CommandParser:
             if value is None:
                 raise ConfigError(f"{_flag(name)} needs a value")
             if not known and compat.asks_for_nothing(name, compat.yaml_value(value)):
+                continue
+            if name in REPEATED:
+                flags[name] = [*flags.get(name, ()), value]
                 continue
             more = []
             while name in SEVERAL and rest and _is_value(rest[0]):

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from wavecore.engine_core.api.config import OF_SETTING
+from wavecore.frontend.cli.generate import add_attach
 from wavecore.frontend.cli.parser import CommandParser, settings
 from wavecore.frontend.client.service import make_supervisor
 from wavecore.frontend.progress_bars import StartBar
@@ -36,7 +37,7 @@ def run(args: Sequence[str]) -> int:
     parser.option("uds", str, "", "a unix socket to listen at, in place of host and port")
     parser.option("api_key", str, "", f"who gives this key may enter; others see it in `ps`, unlike {KEY_VARIABLE}")
     parser.option("api_key_file", str, "", "file of such keys, one a line")
-    parser.option("attach", str, "", "runtime directory of running engines; none is started then")
+    add_attach(parser)
     parser.option("api_server_count", int, 1, "processes that listen and speak HTTP")
     parser.option("chat_template", str, "", "jinja2 text in place of the model's template, or the file of one")
     parser.option("metrics_compat", str, "vllm", "vllm: /metrics has vLLM's names as well; none: ours alone")
@@ -89,6 +90,7 @@ def _config(values: Namespace, shutdown_timeout: float) -> ServerConfig:
         max_body_bytes=values.max_body_bytes,
         write_timeout=values.write_timeout,
         shutdown_timeout=shutdown_timeout,
+        tokenizer=values.tokenizer if values.attach else None,
         metrics_compat=values.metrics_compat,
         ssl_keyfile=values.ssl_keyfile,
         ssl_certfile=values.ssl_certfile,

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -14,14 +13,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from wavecore.frontend.base import where_it_runs
+from wavecore.frontend.base import places_of
 from wavecore.frontend.cli.generate import add_attach
 from wavecore.frontend.cli.parser import CommandParser
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.utilities import answers
 from wavecore.transport.errors import ConfigError
-from wavecore.transport.processes import deployment
-from wavecore.transport.processes.deployment import Address
+from wavecore.transport.processes.places import read_place
 
 MAX_REQUESTS = 1000  # that an engine tells of at once
 ANSWER_SECONDS = 5.0
@@ -48,10 +46,9 @@ def run(args: Sequence[str]) -> int:
     values = parser.parse(args)
     if not values.attach or values.interval <= 0 or not 0 <= values.requests <= MAX_REQUESTS:
         raise ConfigError(f"usage: wavecore top DIR, --interval above 0, --requests from 0 to {MAX_REQUESTS}")
-    where = where_it_runs(values.attach, values.key_file)
-    client = EngineClient(where)
+    client = EngineClient(*places_of(values.attach))
     try:
-        views = views_of(client, where, values.interval, values.requests)
+        views = views_of(client, values.interval, values.requests)
         _show([next(views)] if values.once else views, as_json=values.json)
     finally:
         client.close()
@@ -72,12 +69,12 @@ def _show(views: Iterable[View], as_json: bool) -> None:
                 live.update(tables(view), refresh=True)
 
 
-def views_of(client: EngineClient, where: Path | Address, interval: float, requests: int) -> Iterator[View]:
+def views_of(client: EngineClient, interval: float, requests: int) -> Iterator[View]:
     """For ever, the first one after an interval."""
-    before, looked = _look(client, where, requests), time.monotonic()
+    before, looked = _look(client, requests), time.monotonic()
     while True:
         time.sleep(interval)
-        view, now = _look(client, where, requests), time.monotonic()
+        view, now = _look(client, requests), time.monotonic()
         counted = {engine["index"]: engine for engine in before["engines"]}
         for engine in view["engines"]:
             for name in RATES.keys() & engine.keys():
@@ -87,8 +84,8 @@ def views_of(client: EngineClient, where: Path | Address, interval: float, reque
         yield view
 
 
-def _look(client: EngineClient, where: Path | Address, requests: int) -> View:
-    entries = deployment.read(where).engines
+def _look(client: EngineClient, requests: int) -> View:
+    entries = [entry for place in client.places for entry in read_place(place).engines]
     limit = min(int(client.resolved["max_num_seqs"]) + requests, MAX_REQUESTS)
     counters = answers(client, ANSWER_SECONDS, "metrics")
     listed = answers(client, ANSWER_SECONDS, "debug_requests", limit=limit)

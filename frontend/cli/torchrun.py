@@ -1,8 +1,10 @@
-"""`torchrun --nproc-per-node N -m wavecore engine ...`: N ranks on this host, under one supervisor.
+"""`torchrun --nproc-per-node N -m wavecore engine ...`: N ranks on this host, under one supervisor; likewise on others.
 
 torchrun starts a process a rank; here a supervisor starts them, watches them and starts them again. So the first of
 torchrun's processes runs the engines, and the others hold their places: they sleep until the first ends, and end with
 its exit code. It tells them over a socket in Linux's abstract namespace, which leaves no file, whoever is killed.
+
+With `--nnodes` each host has a deployment of its own: engines with the numbers that follow from torchrun's ranks.
 """
 
 from __future__ import annotations
@@ -66,32 +68,33 @@ def run(args: Sequence[str], ranks: int) -> int:
     """As `wavecore engine`, with so many ranks on this host.
 
     Raises:
-        ConfigError: the sizes that are given make another number of ranks, or torchrun spans several hosts.
+        ConfigError: the sizes that are given make another number of ranks, or an engine of ranks of two hosts; or no
+            address, on several hosts.
     """
     # Slow to import, and not for those that hold a place.
     from wavecore.frontend.cli.engine import make_parser, serve
     from wavecore.frontend.cli.parser import settings
     from wavecore.frontend.compat import SETTINGS
 
-    command, world = COMMAND.format(ranks), os.environ.get("WORLD_SIZE")
+    command, world = COMMAND.format(ranks), int(os.environ["WORLD_SIZE"])
     if args[:1] != ["engine"]:
         raise ConfigError(f"torchrun starts engines alone: {command}; run other commands without it")
-    if world != str(ranks):
-        raise ConfigError(
-            f"torchrun started {world} processes on several hosts, and a deployment is on one: run {command} on each, "
-            "with --address, and attach to all of them"
-        )
     values = make_parser(command).parse(args[1:], {**SETTINGS, "data_parallel_size": None})
     engines, each = values.data_parallel_size, values.tensor_parallel_size
     if engines is None:
-        engines = values.data_parallel_size = max(1, ranks // each)
-        if ranks > 1:
-            why = f"torchrun started {ranks} processes, and an engine has {each} (tensor_parallel_size)"
+        engines = values.data_parallel_size = max(1, world // each)
+        if world > 1:
+            why = f"torchrun started {world} processes, and an engine has {each} (tensor_parallel_size)"
             print(f"wavecore: data_parallel_size {engines}: {why}", file=sys.stderr)
-    if engines * each != ranks:
+    if engines * each != world or ranks % each:
         sizes = f"--data-parallel-size {engines} --tensor-parallel-size {each}"
         raise ConfigError(
-            f"torchrun started {ranks} processes, and {sizes} make {engines * each} ranks; run "
-            f"{COMMAND.format(engines * each)} {sizes}, or without torchrun: wavecore engine {sizes}"
+            f"torchrun started {world} processes, {ranks} here, and {sizes} make {engines * each} ranks, those of an "
+            f"engine on one host; run {COMMAND.format(engines * each)} {sizes}, or without torchrun: "
+            f"wavecore engine {sizes}"
         )
+    if world > ranks:
+        if values.address is None:
+            raise ConfigError(f"torchrun started {ranks} of {world} processes here: give address tcp://THIS_HOST")
+        values.data_parallel_rank, values.data_parallel_size_local = int(os.environ["RANK"]) // each, ranks // each
     return serve(settings(values))

@@ -1,7 +1,7 @@
 """EngineClient: requests to engines and their outputs back, over any death of an engine.
 
 It owns one of each: a `ClientPump` (all sockets, and the IO thread that calls `_on_event`), a `RemoteEngine` for every
-engine, the `InFlight` requests, the `Calls` without an answer, and the `DeploymentWatch`.
+engine, the `InFlight` requests, the `Calls` without an answer, and a `DeploymentWatch` for each place.
 
 All state changes in the IO thread. Whoever calls in hands over what is to be done (`ClientPump.call_soon`) and reads
 single values, so there is no lock. A collector may therefore close a stream, and a signal handler may abort requests
@@ -22,7 +22,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from wavecore.frontend.client.calls import Calls
@@ -35,8 +34,7 @@ from wavecore.transport.errors import EngineDead, Overloaded, RequestError, Star
 from wavecore.transport.headroom import check_headroom
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.io.connection import ClientFailed, Disconnected, EngineEvent, Reconnected
-from wavecore.transport.processes import deployment
-from wavecore.transport.processes.deployment import Address
+from wavecore.transport.processes.places import Place, check_alike, read_place
 from wavecore.transport.wire.messages import Dead, Heartbeat, Ready, Result, Step
 
 logger = logging.getLogger(__name__)
@@ -46,30 +44,33 @@ CLOSED = "this client was closed (shutdown); make a new one"
 
 
 class EngineClient:
-    """A client of every engine of a deployment, or of one stage of a pipeline.
+    """A client of every engine of a deployment, on one host or several, or of one stage of a pipeline.
 
     Args:
-        runtime_dir: where deployment.json lies, or an address in its place.
+        places: where its engines are found.
         timeout: seconds until the first engine must have answered.
         stage: whose engines; "" where there are no stages. None takes all, for calls alone: their models may differ.
 
     Raises:
         StartError: no deployment there, or no such stage, or no answer in time.
+        ConfigError: engines of two places have the same number, or another model.
         EngineDead: the deployment is over; with the cause.
         Overloaded: the engine has as many clients as it takes.
         ResourceError: too few descriptors or threads.
     """
 
-    def __init__(self, runtime_dir: str | Path | Address, *, timeout: float = 30.0, stage: str | None = None) -> None:
-        self._runtime_dir = runtime_dir if isinstance(runtime_dir, Address) else Path(runtime_dir)
-        found = deployment.read(self._runtime_dir).engines
-        stages, found = {entry.stage for entry in found}, tuple(e for e in found if stage in (None, e.stage))
-        if stages and not found:
-            raise StartError(f"no stage {stage!r} in {runtime_dir}; connect with stage=: {', '.join(sorted(stages))}")
+    def __init__(self, *places: Place, timeout: float = 30.0, stage: str | None = None) -> None:
+        self.places = places
+        found = [read_place(place) for place in places]
+        check_alike(places, found)
+        stages = {entry.stage for each in found for entry in each.engines}
+        mine = [[RemoteEngine(e.index) for e in each.engines if stage in (None, e.stage)] for each in found]
+        self._engines = {engine.index: engine for engines in mine for engine in engines}
+        if stages and not self._engines:
+            raise StartError(f"no stage {stage!r} in {self}; connect with stage=: {', '.join(sorted(stages))}")
         # For each engine: of four sockets, and of two connections
-        check_headroom(f"a client of {len(found)} engines", 6 * len(found), 0)
-        self._engines = {entry.index: RemoteEngine(entry.index) for entry in found}
-        self.num_engines, self.first_engine = len(self._engines), min(self._engines, default=0)
+        check_headroom(f"a client of {len(self._engines)} engines", 6 * len(self._engines), 0)
+        self.numbers = sorted(self._engines)
         self._closed = ""  # why nothing can be sent any more
         self._refused: WavecoreError | None = None  # why no engine takes this client, or ever will
         self._sweeping = False  # a look at the deadlines is scheduled
@@ -78,7 +79,13 @@ class EngineClient:
         self._pump = ClientPump(self._on_event)
         self._requests = InFlight(self._pump, list(self._engines.values()))
         self._calls = Calls(self._pump)
-        self._watch = DeploymentWatch(self._runtime_dir, self._engines, self._pump, self._down, self._refuse)
+        self._watches: list[DeploymentWatch] = []  # by place
+        self._watch_of: dict[int, DeploymentWatch] = {}  # by engine
+        for number, (place, engines) in enumerate(zip(places, mine, strict=True)):
+            own = {engine.index: engine for engine in engines}
+            watch = DeploymentWatch(place, own, self._pump, self._down, partial(self._lost, number))
+            self._watches.append(watch)
+            self._watch_of |= dict.fromkeys(own, watch)
         forks.tell(self)
         try:
             self._pump.call_soon(self._first_look)
@@ -152,7 +159,7 @@ class EngineClient:
 
     def can_recover(self) -> bool:
         """Whether an engine takes requests, or is being started again and will."""
-        return not self._closed and (bool(self.engines) or self._watch.can_recover())
+        return not self._closed and (bool(self.engines) or any(w.can_recover() for w in self._watches))
 
     @property
     def engines(self) -> list[int]:
@@ -178,7 +185,7 @@ class EngineClient:
 
     def forked(self) -> None:
         """The child of a fork has this object and not its threads: there it is closed, and nothing waits for them."""
-        use = f"in this one use wavecore.connect({str(self._runtime_dir)!r})"
+        use = f"in this one use wavecore.connect({[str(place) for place in self.places]})"
         self._closed = f"this client belongs to process {self._owner}; {use}"
         self._pump.forked()
         self._end()
@@ -187,7 +194,8 @@ class EngineClient:
 
     def _submit(self, mailbox: Mailbox) -> None:
         if self._requests.submit(mailbox):
-            self._watch.look_later()  # the last engine may have been given up since
+            for watch in self._watches:  # the last engine may have been given up since
+                watch.look_later()
         if mailbox.request.options.deadlines and not self._sweeping:
             self._sweeping = True
             self._pump.call_later(SWEEP_SECONDS, self._check_deadlines)
@@ -210,15 +218,15 @@ class EngineClient:
             self._calls.answer(event)
         elif isinstance(event, Dead):
             if event.code == Overloaded.code:  # it takes no more clients, and lives on for those that it has
-                self._refuse(Overloaded(f"engine {index}: {event.message}"))
+                self._refuse(Overloaded(f"{engine.name}: {event.message}"))
             else:
-                error = EngineDead(f"engine {index} ended in phase {event.phase}: {event.message}")
+                error = EngineDead(f"{engine.name} ended in phase {event.phase}: {event.message}")
                 self._down(engine, engine.epoch, error, EngineState.DOWN)
         elif isinstance(event, Disconnected):
             if engine.state is EngineState.UP:
                 engine.state = EngineState.BROKEN
-                engine.broken_at, engine.broken_by = time.monotonic(), event.reason
-                self._watch.look()
+                engine.falls_silent(event.reason, event.silent * self._pump.tick_seconds)
+                self._watch_of[index].look()
         elif isinstance(event, ClientFailed):
             self._refuse(event.error)
             self._closed = self._closed or f"this client's IO thread failed ({event.error}): make a new client"
@@ -230,11 +238,13 @@ class EngineClient:
 
     def _on_ready(self, engine: RemoteEngine, ready: Ready) -> None:
         """A new connection to an engine, perhaps to a new life: whatever was sent over an earlier one is lost."""
-        forgot = f"engine {engine.index} was restarted, or heard nothing of this client for 10 s and ended its requests"
+        forgot = f"{engine.name} was restarted, or heard nothing of this client for 10 s and ended its requests"
         error = engine.error or EngineDead(forgot)
         engine.resolved, engine.epoch = ready.resolved, ready.epoch
         engine.client_id = self._pump.client_id(engine.index)
         engine.state, engine.error = EngineState.UP, None
+        for other in self._engines.values():
+            other.silent_since = min(other.silent_since, time.monotonic())
         self._requests.lose(engine, error, everything=False)
         self._calls.fail(engine.index, error)
         self._news.put(None)
@@ -252,11 +262,18 @@ class EngineClient:
             each.error = error
             self._requests.abort_all_at(each)  # for an engine that lives behind a broken connection
             each.state = state
+            if state is EngineState.DOWN:
+                each.falls_silent("its life ended")
         logger.debug("%s", error)  # whoever is concerned gets it as an exception, and the supervisor logs it
         for each in ends:
             self._requests.lose(each, error, everything=True)
             self._calls.fail(each.index, error)
-        self._watch.look_later()
+            self._watch_of[each.index].look_later()
+
+    def _lost(self, place: int, reason: WavecoreError, rank: int | None) -> None:
+        """No engine of that place takes requests any more, or that one does not; those of other places may."""
+        if rank is not None or not any(w.can_recover() for number, w in enumerate(self._watches) if number != place):
+            self._refuse(reason, rank)
 
     def _refuse(self, reason: WavecoreError, rank: int | None = None) -> None:
         """No engine takes this client's requests, or that one does not: it will not come back, or has as many clients
@@ -267,7 +284,8 @@ class EngineClient:
 
     def _first_look(self) -> None:
         try:
-            self._watch.look()
+            for watch in self._watches:
+                watch.look()
         except Exception as error:  # `_wait_ready` raises it
             self._refuse(as_wavecore_error(error))
 
@@ -280,6 +298,9 @@ class EngineClient:
 
     # --- the caller's thread -------------------------------------------------------------------------------------
 
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.places))
+
     def _wait_ready(self, timeout: float) -> None:
         by = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
         try:
@@ -289,5 +310,5 @@ class EngineClient:
                     raise self._refused
                 self.check_open()
         except queue.Empty:
-            silent = f"no engine of {self._runtime_dir} answered within {timeout:g} s"
+            silent = f"no engine of {self} answered within {timeout:g} s"
             raise StartError(f"{silent}; is it overloaded, or has it another key?") from None

@@ -2,6 +2,9 @@
 
 One rule of when to look: at once when a connection breaks, then again and again until every engine is up or will never
 be. A client whose engines are all up reads no file.
+
+For engines known by an access file nobody writes down how they are: their last words and their silence have to do. One
+that says nothing for long counts as dead; its connection stays, and should it speak again, it is up.
 """
 
 from __future__ import annotations
@@ -9,39 +12,40 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from wavecore.frontend.client.engines import EngineState, RemoteEngine
 from wavecore.transport.errors import EngineDead, ResourceError, StartError, WavecoreError
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.processes import deployment
-from wavecore.transport.processes.deployment import Address, Deployment, EngineEntry, curve_of
+from wavecore.transport.processes.deployment import Deployment, EngineEntry
+from wavecore.transport.processes.places import AccessFile, Place, curve_of, read_place
 
 LOOK_SECONDS = 0.25
 BROKEN_LOOK_SECONDS = 0.01  # the supervisor tells within milliseconds why an engine died
-UNREACHABLE_SECONDS = 10.0
+UNREACHABLE_SECONDS = 9.5  # without a word: the end of a host is heard within 10 s
 GONE_SECONDS = 0.75  # more than a tick of the supervisor
 OVER = ("stopped", "failed")  # states in which an engine stays
 
 
 class DeploymentWatch:
-    """Looks and calls back in the IO thread; `can_recover` may be asked in any.
+    """Of one place. Looks and calls back in the IO thread; `can_recover` may be asked in any.
 
     Args:
+        engines: those of the place that are of interest.
         on_down: told (engine, epoch, error, state) when that life of an engine is over or has long been out of reach.
-        on_lost: told the reason when no engine will ever take a request again; at each look also (reason, index) of
-            each single one that will not.
+        on_lost: told the reason when no engine of this place will ever take a request again; at each look also (reason,
+            index) of each single one that will not.
     """
 
     def __init__(
         self,
-        runtime_dir: Path | Address,
+        place: Place,
         engines: Mapping[int, RemoteEngine],
         pump: ClientPump,
         on_down: Callable[[RemoteEngine, bytes, EngineDead, EngineState], None],
         on_lost: Callable[[WavecoreError, int | None], None],
     ) -> None:
-        self._runtime_dir, self._engines, self._pump = runtime_dir, engines, pump
+        self._place, self._engines, self._pump = place, engines, pump
         self._on_down, self._on_lost = on_down, on_lost
         self._addresses: dict[int, tuple[str, str]] = {}  # where each engine is connected
         self._missing_since = 0.0  # monotonic time; 0 while the file is there
@@ -53,7 +57,7 @@ class DeploymentWatch:
             found = self._read()
         except StartError:  # stopped
             return False
-        return found is None or self._can_recover(found)
+        return found is None or len(self._over(found)) < len(found.engines)
 
     def look(self) -> None:
         """Look now, and again later while an engine may yet come up."""
@@ -88,7 +92,7 @@ class DeploymentWatch:
             StartError: it is missing for longer: the deployment was stopped.
         """
         try:
-            found = deployment.read(self._runtime_dir)
+            found = read_place(self._place)
         except ResourceError:
             return None
         except StartError:
@@ -105,23 +109,23 @@ class DeploymentWatch:
             found = self._read()
         except StartError as stopped:
             self._find_causes()
-            self._on_lost(stopped, None)
+            for index in (*self._engines, None):
+                self._on_lost(stopped, index)
             return False
         if found is None:
             return True
         self._find_causes()
-        if not self._can_recover(found):
-            causes = [entry.cause.message for entry in found.engines if entry.cause]
-            self._on_lost(EngineDead(causes[0] if causes else f"the deployment in {self._runtime_dir} is over"), None)
+        over = self._over(found)
+        for index, reason in over.items():
+            self._on_lost(reason, index)
+        if len(over) == len(found.engines):
+            self._on_lost(next(iter(over.values()), EngineDead(f"the deployment in {self._place} is over")), None)
         for entry in found.engines:
-            if not self._may_come(entry):
-                reason = entry.cause.message if entry.cause else f"engine {entry.index} takes no requests any more"
-                self._on_lost(EngineDead(reason), entry.index)
             try:
                 self._connect(entry)
             except WavecoreError as error:  # a missing key file, for one: the next look tries again
-                if entry.index not in self._addresses:
-                    self._on_lost(error, None)
+                for index in (entry.index, None) if entry.index not in self._addresses else ():
+                    self._on_lost(error, index)
         coming = [self._engines[entry.index] for entry in found.engines if entry.state not in OVER]
         return any(engine.state is not EngineState.UP for engine in coming)
 
@@ -129,26 +133,43 @@ class DeploymentWatch:
         """Why connections broke: the engine is dead by deployment.json, or out of reach for too long."""
         for engine in [engine for engine in self._engines.values() if engine.state is EngineState.BROKEN]:
             epoch = engine.epoch
-            cause = deployment.why_dead(self._runtime_dir, engine.index, epoch)
+            file = None if isinstance(self._place, AccessFile) else self._place
+            cause = deployment.why_dead(file, engine.index, epoch) if file else None
             if cause is not None:
                 self._on_down(engine, epoch, EngineDead(cause.message), EngineState.DOWN)
-            elif engine.broken_for > UNREACHABLE_SECONDS:
-                reason = f"out of reach for {engine.broken_for:.0f} s ({engine.broken_by}); is its machine reachable?"
-                error = EngineDead(f"engine {engine.index} has been {reason}")
-                self._on_down(engine, epoch, error, EngineState.UNREACHABLE)
+            elif engine.silent_for > UNREACHABLE_SECONDS:
+                self._on_down(engine, epoch, _silence(engine), EngineState.UNREACHABLE)
 
-    def _can_recover(self, found: Deployment) -> bool:
-        return found.state not in ("dead", "stopped") and any(map(self._may_come, found.engines))
+    def _over(self, found: Deployment) -> dict[int, EngineDead]:
+        """Why engines take no requests of this client, now or later, by engine."""
+        over = [entry for entry in found.engines if not self._may_come(entry)]
+        gone = ""
+        if found.state in ("dead", "stopped") or len(over) == len(found.engines):
+            over, gone = [*found.engines], f"the deployment in {self._place} is over"
+        return {entry.index: self._why(entry, gone) for entry in over}
 
     def _may_come(self, entry: EngineEntry) -> bool:
         """Whether it takes requests or will. One that is ready, but not for us, does not count: a wait for it would
-        have no end."""
-        unreachable = self._engines[entry.index].state is EngineState.UNREACHABLE
-        return entry.state not in OVER and not (entry.state == "ready" and unreachable)
+        have no end; nor, where nobody tells, one that has long been silent."""
+        engine = self._engines[entry.index]
+        if isinstance(self._place, AccessFile):
+            return engine.state is EngineState.UP or engine.silent_for <= UNREACHABLE_SECONDS
+        return entry.state not in OVER and not (entry.state == "ready" and engine.state is EngineState.UNREACHABLE)
+
+    def _why(self, entry: EngineEntry, gone: str) -> EngineDead:
+        engine = self._engines[entry.index]
+        if isinstance(self._place, AccessFile):
+            return engine.error or _silence(engine)
+        return EngineDead(entry.cause.message if entry.cause else gone or f"{engine.name} takes no requests any more")
 
     def _connect(self, entry: EngineEntry) -> None:
         """Talk to an engine where it listens now: over tcp its port may have been taken while it was down."""
         addresses = entry.input, entry.output
         if entry.input and addresses != self._addresses.get(entry.index):
-            self._pump.connect(entry.index, *addresses, curve_of(self._runtime_dir, entry))
-            self._addresses[entry.index] = addresses
+            self._pump.connect(entry.index, *addresses, curve_of(self._place, entry))
+            self._addresses[entry.index], self._engines[entry.index].host = addresses, entry.host
+
+
+def _silence(engine: RemoteEngine) -> EngineDead:
+    reason = f"out of reach for {engine.silent_for:.1f} s ({engine.broken_by}); is its machine reachable?"
+    return EngineDead(f"{engine.name} has been {reason}")

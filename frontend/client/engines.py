@@ -34,8 +34,10 @@ class RemoteEngine:
     Attributes:
         client_id: what this client is called in its present session with the engine; requests of another one are lost.
         resolved: what the engine said at ready.
+        host: where it listens, over tcp.
         error: why it is down or unreachable.
-        broken_at, broken_by: monotonic time and reason of the last break of the connection.
+        silent_since: monotonic time of its last word, as far as that is known; infinite before any engine had one.
+        broken_by: why the connection broke last.
         turn: when it was last chosen, as a number that only grows.
         own_tokens: of this client's requests there, see `EngineRequest.size`.
         other_tokens, room: see `Load`; of its last report, and `room` without what was sent since.
@@ -47,9 +49,10 @@ class RemoteEngine:
     epoch: bytes = b""
     client_id: bytes | None = None
     resolved: Mapping[str, Any] = field(default_factory=dict)
+    host: str = ""
     error: EngineDead | None = None
-    broken_at: float = 0.0
-    broken_by: str = ""
+    silent_since: float = math.inf
+    broken_by: str = "it never answered"
     turn: int = 0
     own_tokens: int = 0
     other_tokens: int = UNTOLD.others
@@ -57,9 +60,18 @@ class RemoteEngine:
     unstarted: dict[Mailbox, None] = field(default_factory=dict)
 
     @property
-    def broken_for(self) -> float:
-        """Seconds since the connection broke."""
-        return time.monotonic() - self.broken_at
+    def name(self) -> str:
+        """In errors."""
+        return f"engine {self.index} at {self.host}" if self.host else f"engine {self.index}"
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds without a word of an engine that is not up."""
+        return time.monotonic() - self.silent_since
+
+    def falls_silent(self, reason: str, ago: float = 0.0) -> None:
+        """Its connection broke, or its life is over; its last word came so many seconds `ago`."""
+        self.silent_since, self.broken_by = time.monotonic() - ago, reason
 
     def report(self, load: Load) -> None:
         """Take in what the engine says of itself. What this client just sent may not be in it yet."""

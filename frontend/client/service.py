@@ -32,7 +32,7 @@ from wavecore.frontend.text.tokenizer import Tokenizer
 from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tokenizer
 from wavecore.transport.errors import ModelError, NotSupportedError, RequestTimeout, ValidationError, WavecoreError
 from wavecore.transport.processes import logs
-from wavecore.transport.processes.deployment import Address
+from wavecore.transport.processes.places import Place
 from wavecore.transport.processes.supervisor import Limits, Supervisor
 from wavecore.transport.wire.checks import OF_REQUEST
 from wavecore.transport.wire.codec import MAX_FRAME_BYTES
@@ -50,23 +50,23 @@ class Service:
     Attributes:
         resolved: what the engine said at ready.
         tokenizer: None with skip_tokenizer_init.
-        runtime_dir: others attach to it with `connect`; or the address that stands in its place.
+        places: where its engines are found; others attach there with `connect`.
     """
 
     def __init__(
         self,
-        runtime_dir: Path | Address,
+        places: Sequence[Place],
         supervisor: Supervisor | None,
         timeout: float,
         tokenizer: Path | None = None,
         stage: str = "",
     ) -> None:
-        self.runtime_dir = runtime_dir
+        self.places = places
         self._supervisor = supervisor
         self._numbers = itertools.count()
         self._last_wire: tuple[SamplingParams | None, dict[str, Any]] = None, {}  # of `_wire`
         self._text_threads: ThreadPoolExecutor | None = None
-        self.client = EngineClient(runtime_dir, timeout=timeout, stage=stage)
+        self.client = EngineClient(*places, timeout=timeout, stage=stage)
         try:
             self.resolved = self.client.resolved
             self.vocab_size = int(self.resolved["vocab_size"])
@@ -89,7 +89,7 @@ class Service:
         check_tokenizer(config)
         supervisor = supervisor or make_supervisor(config)
         try:
-            return cls(supervisor.start(progress), supervisor, config.ready_timeout)
+            return cls([supervisor.start(progress)], supervisor, config.ready_timeout)
         except BaseException:
             supervisor.stop()
             raise
@@ -178,9 +178,9 @@ class Service:
         request_id = str(next(self._numbers)) if request_id is None else request_id
         OF_REQUEST.text("request_id", request_id, 1, MAX_ID)
         if (rank := options.data_parallel_rank) is not None:
-            if rank >= (count := self.client.num_engines):
+            if rank >= (count := len(self.client.numbers)):
                 raise ValidationError("data_parallel_rank", f"{rank}, but there are {count} engines, counted from 0")
-            options = replace(options, data_parallel_rank=self.client.first_engine + rank)
+            options = replace(options, data_parallel_rank=self.client.numbers[rank])
         queue = int(self.resolved["max_num_queued_reqs"])
         if params.n > queue:
             raise ValidationError("n", f"{params.n} choices never fit into the engine's queue of {queue}")
@@ -308,10 +308,17 @@ def make_supervisor(
         from wavecore.engine_core.ray_groups import make_ray_supervisor  # for those alone who have Ray
 
         return make_ray_supervisor(config, limits)
-    models, numbers = stages or {"": (config, places(config))}, itertools.count()
+    first = config.engines_here.start
+    models, numbers = stages or {"": (config, places(config))}, itertools.count(first)
     groups = [ranks for stage, (own, engines) in models.items() for ranks in groups_of(own, engines, stage, numbers)]
     return Supervisor(
-        groups, runtime_dir=config.runtime_dir, address=config.address, limits=limits, on_output=on_output
+        groups,
+        runtime_dir=config.runtime_dir,
+        address=config.address,
+        keys=config.keys,
+        limits=limits,
+        on_output=on_output,
+        first=first,
     )
 
 

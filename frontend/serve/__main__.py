@@ -24,14 +24,16 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = (
         child.parser("wavecore.frontend.serve") if supervised else argparse.ArgumentParser("wavecore.frontend.serve")
     )
-    parser.add_argument("--attach", required=True, help="runtime directory of the engines")
+    parser.add_argument(
+        "--attach", required=True, action="append", help="runtime directory of the engines, or access file"
+    )
     parser.add_argument("--fd", "--listener-fd", type=int, required=True, help="descriptor of the socket")
     parser.add_argument("--name", default="api server", help="in logs and in ps")
     parsed = parser.parse_args(words)
     raise_descriptor_limit()
     process = child.SupervisedChild(parsed) if supervised else None
     logs.set_up(parsed.name)
-    config = ServerConfig.from_json(process.config) if process else ServerConfig(attach=parsed.attach)
+    config = ServerConfig.from_json(process.config) if process else ServerConfig(attach=tuple(parsed.attach))
     try:
         run(config, _listener(parsed.fd), process.report_ready if process else lambda _: None)
     except WavecoreError as error:

@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from wavecore.frontend.base import places_of
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.service import Service
 from wavecore.frontend.serve.app import ApiApp
@@ -86,7 +87,8 @@ def run(config: ServerConfig, listener: socket.socket, report: Report) -> None:
     Raises:
         WavecoreError: there are no engines to attach to.
     """
-    service = Service(Path(config.attach), None, ATTACH_SECONDS)
+    own = None if config.tokenizer is None else Path(config.tokenizer)
+    service = Service(places_of(config.attach), None, ATTACH_SECONDS, own)
     service.start_text_threads()
     gc.collect()
     gc.freeze()  # what is there by now stays

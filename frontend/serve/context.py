@@ -51,8 +51,8 @@ class ApiContext:
         self.models: list[str] = [names] if isinstance(names, str) else names
         self.model = self.models[0]
         vllm = config.metrics_compat == "vllm"
-        self.admin = Admin(Path(config.attach), config.index)
-        self.metrics = Metrics(service.client, service.runtime_dir, self.model, self.admin.number, vllm)
+        self.admin = Admin(Path(config.runtime_dir or config.attach[0]), config.index)
+        self.metrics = Metrics(service.client, self.model, self.admin.number, vllm)
 
     async def read(self, call: HttpCall, kind: type[T], generates: bool = True) -> T:
         """The body of a request, for the model that is served.

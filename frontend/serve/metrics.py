@@ -29,8 +29,8 @@ from prometheus_client.registry import Collector
 from wavecore.frontend.client.client import EngineClient
 from wavecore.transport.errors import WavecoreError
 from wavecore.transport.io.complaints import Complaints
-from wavecore.transport.processes import deployment
-from wavecore.transport.processes.deployment import Address, EngineEntry
+from wavecore.transport.processes.deployment import EngineEntry
+from wavecore.transport.processes.places import read_place
 from wavecore.transport.wire.messages import Result
 
 logger = logging.getLogger(__name__)
@@ -66,20 +66,17 @@ class Metrics(Collector):
 
     Args:
         client: of all engines.
-        runtime_dir: of their deployment.
         model_name: label of every number of an engine.
         api_server: number of this process, a label of what it counts itself.
         vllm: show vLLM's names, too.
     """
 
-    def __init__(
-        self, client: EngineClient, runtime_dir: Path | Address, model_name: str, api_server: int = 0, vllm: bool = True
-    ) -> None:
-        self._client, self._runtime_dir, self._model_name = client, runtime_dir, model_name
+    def __init__(self, client: EngineClient, model_name: str, api_server: int = 0, vllm: bool = True) -> None:
+        self._client, self._model_name = client, model_name
         self._prefixes = {key: prefix for key, prefix in PREFIXES.items() if vllm or key != "vllm"}
         self._reports: dict[int, tuple[float, dict[str, Any]]] = {}  # when, monotonic seconds; and what was said
         self._asked: set[int] = set()
-        self._entries: tuple[EngineEntry, ...] = ()
+        self._entries: list[EngineEntry] = []
         self._complaints = Complaints(logger)
         self._http = registry = CollectorRegistry(auto_describe=False)
         self._own = {"api_server": str(api_server)}
@@ -100,7 +97,7 @@ class Metrics(Collector):
     def refresh(self) -> None:
         """Ask every engine that owes no answer; waits for none. Log what is above its threshold."""
         with suppress(WavecoreError):  # gone, or just being written
-            self._entries = deployment.read(self._runtime_dir).engines
+            self._entries = [entry for place in self._client.places for entry in read_place(place).engines]
         for index in set(self._client.engines) - self._asked:
             with suppress(WavecoreError):  # it has just ended
                 call = self._client.call("metrics", engine=index, timeout=CALL_SECONDS)

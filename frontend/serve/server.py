@@ -19,14 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wavecore.frontend.base import places_of
 from wavecore.frontend.serve.server_config import ServerConfig
 from wavecore.transport.errors import ResourceError, WavecoreError
 from wavecore.transport.io.farewell import say_bye
-from wavecore.transport.processes import deployment
 from wavecore.transport.processes.group import Backoff
 from wavecore.transport.processes.logs import LineWriter
+from wavecore.transport.processes.places import Place, curve_of, read_place
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.rank_process import RankProcess
+from wavecore.transport.processes.runtime_dir import ADMIN_SOCKETS, RuntimeDir
 from wavecore.transport.processes.supervisor import SIGNALS, Supervisor, signals_to
 from wavecore.transport.waker import Waker
 
@@ -41,7 +43,7 @@ class Server:
     """One server. Everything happens in the main thread, but for the supervisor.
 
     Args:
-        config: `attach` is filled in once engines of our own are ready.
+        config: `attach` and `runtime_dir` are filled in once engines of our own are ready.
         supervisor: of the engines, not started; None attaches to those of `config.attach`.
         listener: listens already.
         count: of API processes.
@@ -67,6 +69,7 @@ class Server:
         self._selector.register(self._waker.fd, selectors.EVENT_READ, self._waker.clear)
         self._received: list[int] = []
         self._told = 0  # signals that were passed on
+        self._own_dir: RuntimeDir | None = None
 
     def run(self) -> int:
         """Serve until a signal ends it: the first one drains, the second one ends it at once.
@@ -79,10 +82,11 @@ class Server:
         """
         with signals_to(self._on_signal):
             try:
-                folder = self._supervisor.start(self._progress) if self._supervisor else Path(self._config.attach)
+                if self._supervisor is not None:
+                    self._config = replace(self._config, attach=(str(self._supervisor.start(self._progress)),))
+                folder = self._folder()
                 for index, process in enumerate(self._processes):
-                    config = replace(self._config, attach=str(folder), index=index).to_json()
-                    process.spawn(config, str(folder), self._listener)
+                    process.spawn(replace(self._config, runtime_dir=str(folder), index=index), self._listener)
                 self._watch(folder)
             except WavecoreError:
                 if not self._received:
@@ -92,10 +96,19 @@ class Server:
                     process.destroy()
                 if self._supervisor is not None:
                     self._supervisor.stop()
+                if self._own_dir is not None:
+                    self._own_dir.remove()
                 self._output.close()
                 self._selector.close()
                 self._waker.close()
         return 130 if self._received[:1] == [signal.SIGINT] else 0
+
+    def _folder(self) -> Path:
+        """For the operator's sockets: the first runtime directory of engines on this host, or one of our own."""
+        here = [place for place in places_of(self._config.attach) if isinstance(place, Path)]
+        if not here:
+            self._own_dir = RuntimeDir(None, ADMIN_SOCKETS)
+        return here[0] if self._own_dir is None else self._own_dir.path
 
     def _watch(self, folder: Path) -> None:
         """Until all API processes have ended, which they do at a signal only."""
@@ -143,7 +156,7 @@ class _ApiProcess:
         self._backoff = Backoff()
         self._life: RankProcess | None = None
         self._stopping = False
-        self._folder = Path()
+        self._places: tuple[Place, ...] = ()
         self._spawn: Callable[[], None] = lambda: None
         self._spawn_at = self._kill_at = math.inf
 
@@ -152,20 +165,21 @@ class _ApiProcess:
         """Whether it runs, or will again."""
         return self._life is not None or self._spawn_at < math.inf
 
-    def spawn(self, config: str, folder: str, listener: socket.socket) -> None:
+    def spawn(self, config: ServerConfig, listener: socket.socket) -> None:
         """Start a life; the further ones are started alike.
 
         Raises:
             ResourceError: the machine gives no process.
+            ConfigError: an access file that cannot be used.
         """
-        self._spawn, self._spawn_at = partial(self.spawn, config, folder, listener), math.inf
-        self._folder = Path(folder)
+        self._spawn, self._spawn_at = partial(self.spawn, config, listener), math.inf
+        self._places = places_of(config.attach)
         spec = ChildSpec(
             self._name,
             "wavecore.frontend.serve",
-            config,
+            config.to_json(),
             memory_advice=ADVICE,
-            argv=["--attach", folder, "--name", self._name],
+            argv=["--attach", config.attach[0], "--name", self._name],
             fds=[("listener", listener.fileno())],
         )
         try:
@@ -234,7 +248,8 @@ class _ApiProcess:
         Args:
             sessions: with engines, as it told last.
         """
-        for engine in deployment.read(self._folder).engines:
-            if session := sessions.get(str(engine.index)):
-                client_id, epoch = map(bytes.fromhex, session)
-                say_bye(engine.output, client_id, epoch, deployment.curve_of(self._folder, engine))
+        for place in self._places:
+            for engine in read_place(place).engines:
+                if session := sessions.get(str(engine.index)):
+                    client_id, epoch = map(bytes.fromhex, session)
+                    say_bye(engine.output, client_id, epoch, curve_of(place, engine))

@@ -17,23 +17,27 @@ class ServerConfig:
     """Settings of the API processes of one server.
 
     Attributes:
-        attach: the runtime directory of the engines.
+        attach: where the engines are found: runtime directories and access files.
+        runtime_dir: folder of the operator's sockets; empty for the first of `attach`.
         api_keys: who gives one of them may enter; empty lets everybody in.
         chat_template: jinja2 text in place of the model's.
         max_body_bytes: of a request; a larger one is refused while it is read.
         write_timeout: seconds without progress after which a reader that stopped is cut off.
         shutdown_timeout: seconds for running requests to finish at the end.
+        tokenizer: a folder or tokenizer.json; None takes the engines'.
         index: number of the API process.
         metrics_compat: "vllm" shows vLLM's names in /metrics as well, "none" ours alone.
         ssl_keyfile, ssl_certfile: files in PEM form; both or none.
     """
 
-    attach: str
+    attach: tuple[str, ...]
+    runtime_dir: str = ""
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
     max_body_bytes: Annotated[int, Bounds(1, 1 << 40)] = 32 << 20
     write_timeout: Annotated[float, ABOVE_ZERO] = 60.0
     shutdown_timeout: Annotated[float, FROM_ZERO] = 30.0
+    tokenizer: str | None = None
     index: int = 0
     metrics_compat: Literal["vllm", "none"] = "vllm"
     ssl_keyfile: str | None = None

@@ -58,7 +58,7 @@ class AsyncLLM(own.AsyncLLM):
 
     def _attach(self, service: Service) -> None:
         super()._attach(service)
-        self.vllm_config = VllmConfig.of(service.resolved, service.client.num_engines)
+        self.vllm_config = VllmConfig.of(service.resolved, len(service.client.numbers))
         self.tokenizer, self.model_config = service.tokenizer, self.vllm_config.model_config
 
     @classmethod

@@ -29,7 +29,7 @@ class LLMEngine(Inspection):
 
     def __init__(self, service: Service, owner: own.LLM | None = None) -> None:
         self._service, self._owner = service, owner
-        self.vllm_config = VllmConfig.of(service.resolved, service.client.num_engines)
+        self.vllm_config = VllmConfig.of(service.resolved, len(service.client.numbers))
         self.tokenizer, self.model_config = service.tokenizer, self.vllm_config.model_config
         self._notifier, self._running = ThreadNotifier(), dict[str, Mailbox]()
 

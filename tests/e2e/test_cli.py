@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -104,17 +103,21 @@ def test_engine_serves_others_and_ends_on_a_signal(flags: list[str]) -> None:
     assert not Path(runtime_dir).exists()
 
 
-def test_attach_to_an_address(flags: list[str], tmp_path: Path) -> None:
-    address = f"tcp://127.0.0.1:{two_free_ports()}"
+def test_attach_by_an_access_file(flags: list[str], tmp_path: Path) -> None:
+    address, file = f"tcp://127.0.0.1:{two_free_ports()}", tmp_path / "access.json"
     with engine([*flags, "--address", address]) as (process, runtime_dir):
         assert process.stdout is not None
         told = process.stdout.readline() + process.stdout.readline()
-        assert f"from other hosts: wavecore chat --attach {address} --key-file" in told
-        key = shutil.copy(Path(runtime_dir, "keys", "client.key"), tmp_path)
-        done = run("generate", "hi", "--attach", address, "--key-file", key, "--tokenizer", flags[3])
+        assert f"from other hosts: wavecore access {runtime_dir} > access.json" in told
+        with file.open("w") as out:
+            subprocess.run([*COMMAND, "access", runtime_dir], stdout=out, check=True)
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert json.loads(file.read_text())["engines"][0]["input"] == address
+        done = run("generate", "hi", "--attach", str(file), "--tokenizer", flags[3])
         assert done.stdout == "Paris, of course.\n", done.stderr
-        done = run("generate", "hi", "--attach", address)
-        assert (done.returncode, "key_file is for an address" in done.stderr) == (2, True)
+        file.chmod(0o640)
+        done = run("generate", "hi", "--attach", str(file))
+        assert (done.returncode, f"chmod 600 {file}" in done.stderr) == (2, True)
 
 
 def test_bench_offline(flags: list[str], tmp_path: Path) -> None:

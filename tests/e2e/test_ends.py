@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import shutil
 import signal
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from tests.support.scripted_model import write_model
-from tests.support.waiting import two_free_ports, until
+from tests.support.several_hosts import save_access
+from tests.support.waiting import until
 
 from wavecore import (
     LLM,
@@ -26,11 +25,9 @@ from wavecore import (
     NotSupportedError,
     Overloaded,
     SamplingParams,
-    StartError,
     ValidationError,
     connect,
 )
-from wavecore.transport.curve import KeyPair
 from wavecore.transport.processes.deployment import read
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -212,15 +209,14 @@ def test_tcp_with_keys(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -
             assert other.generate([5, 6], SHORT, use_tqdm=False)[0].outputs[0].token_ids == first
 
 
-def test_an_address_with_its_key_file(files: dict[str, str], tmp_path: Path) -> None:
+def test_an_access_file(files: dict[str, str], tmp_path: Path) -> None:
     """A client that sees nothing of the runtime directory; it outlives its engine, too."""
-    address = f"tcp://127.0.0.1:{two_free_ports()}"
-    with LLM(**files, address=address) as llm:
-        key = Path(shutil.copy(llm.runtime_dir / "keys" / "client.key", tmp_path))
+    with LLM(**files, address="tcp://127.0.0.1") as llm:
+        file = save_access(llm.runtime_dir, tmp_path / "access.json")
         first = llm.generate([5, 6], SHORT, use_tqdm=False)[0].outputs[0].token_ids
-        with connect(address, key_file=key, tokenizer=files["tokenizer"]) as other:
+        with connect(file, tokenizer=files["tokenizer"]) as other:
             assert other.generate([5, 6], SHORT, use_tqdm=False)[0].outputs[0].token_ids == first
-            with pytest.raises(NotSupportedError, match="attached to tcp://"):
+            with pytest.raises(NotSupportedError, match=f"attached to {file}"):
                 _ = other.runtime_dir
             stream = other.stream([5, 6], LONG)
             next(stream)
@@ -230,29 +226,16 @@ def test_an_address_with_its_key_file(files: dict[str, str], tmp_path: Path) -> 
             assert other.generate([5, 6], SHORT, use_tqdm=False)[0].outputs[0].token_ids == first
 
         async def ask() -> list[int]:
-            async with AsyncLLM.connect(address, key_file=str(key)) as asking:
+            async with AsyncLLM.connect(str(file)) as asking:
                 return [t async for o in asking.generate([5, 6], SHORT) for t in o.outputs[0].token_ids]
 
         assert asyncio.run(ask()) == first
-        stranger = KeyPair.generate()
-        replace(stranger, server=KeyPair.load(key).server).save(tmp_path / "stranger.key")
-        with pytest.raises(StartError, match="has it another key"):
-            connect(address, 0.5, key_file=tmp_path / "stranger.key")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"runtime_dir": "tcp://127.0.0.1:5"}, "key_file is for an address, which needs one"),
-        ({"runtime_dir": "/tmp", "key_file": "x"}, "key_file is for an address"),
-        ({"runtime_dir": "tcp://127.0.0.1", "key_file": "x"}, "name the port, too"),
-        ({"runtime_dir": "tcp://127.0.0.1:5", "key_file": "/no/such.key"}, "key file /no/such.key: No such file"),
-        ({"runtime_dir": "tcp://127.0.0.1:port", "key_file": "x"}, "expected tcp://HOST or"),
-    ],
-)
-def test_addresses_that_cannot_be(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        connect(**arguments)
+@pytest.mark.parametrize("named", ["tcp://127.0.0.1:5", ["/tmp", "tcp://127.0.0.1:5"], []])
+def test_an_address_in_place_of_an_access_file(named: Any) -> None:
+    with pytest.raises(ConfigError, match="give a directory, or an access file of `wavecore access`"):
+        connect(named)
 
 
 def test_deadlines_of_a_batch(files: dict[str, str]) -> None:

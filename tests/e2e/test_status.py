@@ -60,7 +60,8 @@ def test_what_runs(model: str, look: Callable[..., Any], capsys: pytest.CaptureF
         code, [found] = look(str(run))
         assert (code, found["state"], found["serves"]) == (0, "ready", True)
         assert [[rank["device"] for rank in engine["ranks"]] for engine in found["engines"]] == [["cpu"], ["cpu"]]
-        assert [engine["load"] for engine in found["engines"]] == [{"running": 0, "waiting": 0, "cache_usage": 0.0}] * 2
+        idle = {"running": 0, "waiting": 0, "cache_usage": 0.0, "waves": 0, "dummy_steps": 0}
+        assert [engine["load"] for engine in found["engines"]] == [idle] * 2
         _, [same] = look(mine=run)
         assert same == found
         stream = llm.stream({"prompt_token_ids": [7]}, SamplingParams(max_tokens=1000, ignore_eos=True))
@@ -71,10 +72,10 @@ def test_what_runs(model: str, look: Callable[..., Any], capsys: pytest.CaptureF
         assert main(["status", str(run)]) == 0
         head, names, *engines = capsys.readouterr().out.splitlines()
         assert head == f"{run}: ready"
-        assert names.split()[:5] == ["engine", "rank", "device", "pid", "state"]
+        assert names.split()[:6] == ["engine", "host", "rank", "device", "pid", "state"]
         entries = read(run).engines
-        assert [line.split()[:5] for line in engines] == [
-            [str(entry.index), "0", "cpu", str(entry.pid), "ready"] for entry in entries
+        assert [line.split()[:6] for line in engines] == [
+            [str(entry.index), "127.0.0.1", "0", "cpu", str(entry.pid), "ready"] for entry in entries
         ]
     assert main(["status", str(run)]) == 5
     assert "no deployment at" in capsys.readouterr().err
@@ -86,6 +87,11 @@ def test_engines_in_lockstep(model: str, capsys: pytest.CaptureFixture[str]) -> 
         assert main(["status", str(llm.runtime_dir)]) == 0
         *_, first, second = capsys.readouterr().out.splitlines()
         assert [line.split()[4:7] for line in (first, second)] == [["ready", "0", "0"]] * 2
+        llm.generate([[5]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert main(["status", str(llm.runtime_dir)]) == 0
+        _, names, *engines = capsys.readouterr().out.splitlines()
+        assert names.split()[8:10] == ["waves", "dummy_steps"]
+        assert [line.split()[8] for line in engines] == ["1", "1"]
 
 
 def test_an_engine_that_died(

@@ -90,7 +90,7 @@ OTHER_WORDS = {
     "messages": ("message",),
     "name": ("silu_mul",),
     "fn": ("silu_mul", "cannot be imported"),
-    "runtime_dir": ("deployment",),
+    "runtime_dir": ("deployment", "key file"),
     "timeout": ("answered within",),
     "tokenizer": ("x cannot be read", "high cannot be read"),
 }
@@ -146,8 +146,8 @@ def test_llm(llm: LLM, tmp_path: Path) -> None:
     def stream(*args: Any, **options: Any) -> object:
         return list(llm.stream(*args, **options))
 
-    def attach(runtime_dir: Any, timeout: Any, key_file: Any, tokenizer: Any) -> None:
-        connect(runtime_dir, timeout, key_file=key_file, tokenizer=tokenizer).shutdown()
+    def attach(runtime_dir: Any, timeout: Any, tokenizer: Any) -> None:
+        connect(runtime_dir, timeout, tokenizer=tokenizer).shutdown()
 
     assert complaints(llm.generate, prompts=[[5]], sampling_params=PARAMS, use_tqdm=False) == {}
     assert complaints(llm.chat, messages=TURN, sampling_params=PARAMS, use_tqdm=False) == {}
@@ -159,7 +159,7 @@ def test_llm(llm: LLM, tmp_path: Path) -> None:
         patch.chdir(tmp_path)  # "x" is a good name for a file
         assert complaints(llm.export_trace) == {}
         folder = llm.runtime_dir
-        assert complaints(attach, runtime_dir=folder, timeout=9.0, key_file=None, tokenizer=None) == {}
+        assert complaints(attach, runtime_dir=folder, timeout=9.0, tokenizer=None) == {}
 
 
 def test_async_llm(llm: LLM, tmp_path: Path) -> None:

@@ -90,26 +90,12 @@ class Stream:
         assert self.tokens == right_answer(self.prompt, len(self.tokens))
 
 
-class Deployed:
-    """A running deployment of one scripted engine."""
+class Streams:
+    """Requests of a client, each in a thread of its own."""
 
-    def __init__(self, supervisor: Supervisor, script: Path) -> None:
-        self.supervisor, self._script = supervisor, script
-        self.runtime_dir = supervisor.start()
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
         self.streams: list[Stream] = []
-        self.llm = LLM.connect(self.runtime_dir)
-
-    def heal(self) -> None:
-        """The next life of the engine has no faults."""
-        self._script.write_text(json.dumps(SCRIPT))
-
-    def damage(self) -> None:
-        """No further life of the engine gets ready."""
-        self._script.write_text("no script")
-
-    @property
-    def engine(self) -> EngineEntry:
-        return self.supervisor.deployment().engines[0]
 
     def stream(self, number: int, max_tokens: int = 50, llm: LLM | None = None, **options: Any) -> Stream:
         """Start a request; `number` makes its prompt its own."""
@@ -122,6 +108,40 @@ class Deployed:
         stream.thread.start()
         self.streams.append(stream)
         return stream
+
+    def _read(self, llm: LLM, stream: Stream, params: SamplingParams, options: dict[str, Any]) -> None:
+        try:
+            for output in llm.stream({"prompt_token_ids": list(stream.prompt)}, params, **options):
+                [choice] = output.outputs
+                stream.tokens += choice.token_ids
+                stream.first.set()
+                if output.finished:
+                    stream.ends.append(str(choice.finish_reason))
+        except WavecoreError as error:
+            stream.ends.append(error)
+        finally:
+            stream.first.set()
+
+
+class Deployed(Streams):
+    """A running deployment of one scripted engine."""
+
+    def __init__(self, supervisor: Supervisor, script: Path) -> None:
+        self.supervisor, self._script = supervisor, script
+        self.runtime_dir = supervisor.start()
+        super().__init__(LLM.connect(self.runtime_dir))
+
+    def heal(self) -> None:
+        """The next life of the engine has no faults."""
+        self._script.write_text(json.dumps(SCRIPT))
+
+    def damage(self) -> None:
+        """No further life of the engine gets ready."""
+        self._script.write_text("no script")
+
+    @property
+    def engine(self) -> EngineEntry:
+        return self.supervisor.deployment().engines[0]
 
     def call(self, method: str, **args: Any) -> Any:
         return self.llm._service.client.call(method, args).result(30).value
@@ -140,19 +160,6 @@ class Deployed:
         """The engine takes a new request and answers it right."""
         stream = self.stream(987_654, 10)
         stream.check_finished()
-
-    def _read(self, llm: LLM, stream: Stream, params: SamplingParams, options: dict[str, Any]) -> None:
-        try:
-            for output in llm.stream({"prompt_token_ids": list(stream.prompt)}, params, **options):
-                [choice] = output.outputs
-                stream.tokens += choice.token_ids
-                stream.first.set()
-                if output.finished:
-                    stream.ends.append(str(choice.finish_reason))
-        except WavecoreError as error:
-            stream.ends.append(error)
-        finally:
-            stream.first.set()
 
 
 Deploy = Callable[..., Any]

@@ -91,7 +91,7 @@ def test_full_disk(deploy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         client = deployed.llm._service.client
         client._on_event(0, Disconnected("a cable was pulled"))  # now the client looks into the file, again and again
         until(lambda: deployment.read(deployed.runtime_dir).engines[0].epoch == before.epoch)
-        client._watch.look()
+        client._watches[0].look()
         client._on_event(0, Reconnected())
         stream.check_finished()
         full = False
@@ -203,7 +203,7 @@ def test_engine_that_dies_while_its_files_are_gone(deploy: Any, monkeypatch: pyt
         assert running.first.wait(30)
         waiting = deployed.stream(2, 10)
         until(lambda: deployed.call("stats")["waiting"] == 1)
-        watch, repair = deployed.llm._service.client._watch, RuntimeDir.repair
+        watch, repair = deployed.llm._service.client._watches[0], RuntimeDir.repair
 
         def late(folder: RuntimeDir) -> None:
             if not watch._missing_since:

@@ -161,12 +161,6 @@ def test_sizes_that_contradict_torchrun(
         torchrun.run(args, ranks)
 
 
-def test_several_hosts_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match=r"4 processes on several hosts.*--nproc-per-node 2 "):
-        torchrun.run(["engine"], 2)
-
-
 @pytest.mark.slow
 def test_torchrun_chooses_the_size_and_says_so(model: str, tmp_path: Path) -> None:
     """Its other processes end with the first one, with its exit code; `--help` ends before they can even ask."""

@@ -11,6 +11,9 @@
 A broken connection ends no session: what was lost is sent again, in both directions (see `delivery`). UNKNOWN (the
 engine forgot this client, or is another life), READY of another life, and `move` lead back to `new`, with another
 client_id and other sockets. All of it belongs to the client's IO thread.
+
+libzmq connects again after a connection broke, but never after a peer broke its protocol or refused our key. So sockets
+that have long been without a connection are replaced: a stranger may have had the engine's port, or a key come late.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import zmq
 
 from wavecore.transport.curve import CurveClient
-from wavecore.transport.errors import EngineDead, Overloaded, ProtocolError, WavecoreError
+from wavecore.transport.errors import EngineDead, Overloaded, ProtocolError, ResourceError, WavecoreError
+from wavecore.transport.headroom import check_headroom
 from wavecore.transport.io.complaints import Complaints
 from wavecore.transport.io.sockets import Context, Monitor, Socket, make_socket
 from wavecore.transport.wire import messages
@@ -41,9 +46,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The engine is out of reach for now; the session may go on (Reconnected) or be replaced (Ready)."""
+    """The engine is out of reach for now; the session may go on (Reconnected) or be replaced (Ready).
+
+    Attributes:
+        silent: ticks that went by since its last word.
+    """
 
     reason: str
+    silent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +109,10 @@ class Connection:
         self._up = False
         self._silent_ticks = 0
         self.push: Socket | None = None  # from READY on: who is refused shall cost the engine little
+        self._connect()
+
+    def _connect(self) -> None:
+        self._connected = False
         self.dealer = make_socket(
             self._context, zmq.DEALER, self._addresses[1], identity=self.client_id, curve=self._curve
         )
@@ -177,8 +191,10 @@ class Connection:
         """Handle what the monitor saw."""
         while (event := self._monitor.next()) is not None:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
                 self._speak(new_connection=True)
             elif event == zmq.EVENT_DISCONNECTED:
+                self._connected = False
                 self._receive()  # last words first
                 self._down("the connection was lost")
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -189,7 +205,18 @@ class Connection:
         self._silent_ticks += 1
         if self._silent_ticks >= SILENT_TICKS:
             self._down(f"no word from the engine for {self._silent_ticks} s")
+        if not self._connected and self._silent_ticks % SILENT_TICKS == 0:
+            self._replace_sockets()
         self._speak()
+
+    def _replace_sockets(self) -> None:
+        """Under the same client_id: the session goes on."""
+        with suppress(ResourceError):  # else those that are there stay
+            check_headroom(f"sockets for {self._addresses[0]}", 8, 0)
+            self.close()
+            if self.push is not None:
+                self.push = make_socket(self._context, zmq.PUSH, self._addresses[0], curve=self._curve)
+            self._connect()
 
     def _speak(self, new_connection: bool = False) -> None:
         """Say hello, or how far the engine's messages were received."""
@@ -258,7 +285,7 @@ class Connection:
     def _down(self, reason: str) -> None:
         if self._up:
             self._up = False
-            self._emit(Disconnected(reason))
+            self._emit(Disconnected(reason, self._silent_ticks))
 
 
 def _send(socket: Socket, frames: Frames) -> bool:

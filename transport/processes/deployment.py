@@ -12,15 +12,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import psutil
 
-from wavecore.transport.addresses import engine_ports
-from wavecore.transport.curve import CurveClient, KeyPair
 from wavecore.transport.errors import (
-    ConfigError,
     ProtocolError,
     RequestError,
     ResourceError,
@@ -126,6 +123,11 @@ class EngineEntry:
     last_cause: Cause | None = None
     stage: Text = ""
 
+    @property
+    def host(self) -> str:
+        """Where it listens, over tcp; empty on ipc, and before its start."""
+        return self.input.removeprefix("tcp://").rpartition(":")[0] if self.input.startswith("tcp:") else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
@@ -151,7 +153,7 @@ class Deployment:
         return json.dumps(asdict(self), indent=1)
 
 
-T = TypeVar("T", Cause, RankEntry, EngineEntry, Deployment)
+T = TypeVar("T")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -167,7 +169,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def from_plain(cls: type[T], value: Any) -> T:
-    """One of the classes above from the object that JSON made of it. What a newer version adds is skipped.
+    """A dataclass, such as those above, from the object that JSON made of it. What a newer version adds is skipped.
 
     Raises:
         ProtocolError: a value is missing or of another kind.
@@ -193,32 +195,13 @@ def write(runtime_dir: Path, deployment: Deployment) -> None:
     scratch.rename(runtime_dir / FILE)
 
 
-class Address(NamedTuple):
-    """In place of a runtime directory: "tcp://HOST:PORT" of an engine on another host, and a copy of `client.key`."""
-
-    url: str
-    key_file: Path
-
-    def __str__(self) -> str:
-        return self.url
-
-
-def read(runtime_dir: str | Path | Address) -> Deployment:
-    """The deployment in a runtime directory; at an address, what can be known of it from afar.
+def read(runtime_dir: str | Path) -> Deployment:
+    """The deployment in a runtime directory.
 
     Raises:
         StartError: there is none, or the file is not one of ours.
         ResourceError: this process has no descriptor left to read it.
-        ConfigError: such an address, or its key file, cannot be.
     """
-    if isinstance(runtime_dir, Address):
-        first, second = engine_ports(runtime_dir.url)
-        if first.endswith(":0"):
-            raise ConfigError(f"address {runtime_dir}: name the port, too, as tcp://HOST:PORT")
-        server = KeyPair.load(runtime_dir.key_file).server.decode()
-        if not server:
-            raise ConfigError(f"key file {runtime_dir.key_file} lacks the engine's key: copy its keys/client.key again")
-        return Deployment("ready", 0, (EngineEntry(0, "ready", input=first, output=second, server_key=server),))
     path = Path(runtime_dir) / FILE
     try:
         deployment = from_plain(Deployment, parse_json(read_small(path, MAX_BYTES)))
@@ -256,24 +239,12 @@ def running() -> list[Path]:
     return sorted(path for path in ours if is_held(path))
 
 
-def curve_of(where: Path | Address, engine: EngineEntry) -> CurveClient | None:
-    """The keys to talk to an engine; None on ipc.
-
-    Raises:
-        WavecoreError: there is no key file of ours.
-    """
-    keys = where.key_file if isinstance(where, Address) else where / "keys" / "client.key"
-    return CurveClient.load(keys, engine.server_key) if engine.server_key else None
-
-
-def why_dead(runtime_dir: str | Path | Address, index: int, epoch: bytes) -> Cause | None:
+def why_dead(runtime_dir: str | Path, index: int, epoch: bytes) -> Cause | None:
     """The cause of death of the life `epoch` of an engine; None while nothing says that it is over.
 
     For a client whose connection broke. The supervisor writes the cause within milliseconds, but maybe after the
     client noticed: look again.
     """
-    if isinstance(runtime_dir, Address):  # nobody tells there; a new life answers for itself
-        return None
     try:
         entry = next((e for e in read(runtime_dir).engines if e.index == index), None)
     except ResourceError:

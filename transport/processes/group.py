@@ -101,6 +101,7 @@ class GroupContext:
 
     Attributes:
         runtime_dir: folder of the deployment.
+        keys: folder of what `CurveServer` loads, for tcp.
         address: None for ipc, or "tcp://HOST", or "tcp://HOST:PORT".
         server_key: CURVE public key, empty on ipc.
         limits: how long things may take.
@@ -110,6 +111,7 @@ class GroupContext:
     """
 
     runtime_dir: Path
+    keys: Path
     address: str | None
     server_key: str
     limits: Limits
@@ -252,7 +254,7 @@ class Group(EngineGroup):
             shared = [] if self._is_alone else group_memory.create(len(self._specs), until_spawned)
             for rank, spec in enumerate(self._specs):
                 entry = self._entry_of(rank)
-                argv = ["--index", str(entry.index), "--runtime-dir", str(self._context.runtime_dir)]
+                argv = ["--index", str(entry.index), "--keys", str(self._context.keys)]
                 argv += ["--input", entry.input or self._bind(entry.index, "in")]
                 argv += ["--output", entry.output or self._bind(entry.index, "out")]
                 words = [*spec.argv, *argv, *([] if self._is_alone else ["--rank", str(rank)])]

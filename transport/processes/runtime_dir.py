@@ -174,7 +174,7 @@ def _take_lock(folder: Path, flags: int = os.O_RDWR | os.O_CREAT, tries: int = 2
             try:
                 if flags & os.O_CREAT:
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if not _is_private(folder):
+                if not is_private(folder):
                     advice = f"chmod 700 {folder}"
                     raise ConfigError(f"runtime_dir {folder} must belong to you and be closed to others: {advice}")
                 fd = os.open(folder / LOCK, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -220,7 +220,8 @@ def _base() -> Path:
     return Path("/tmp")
 
 
-def _is_private(path: Path) -> bool:
+def is_private(path: Path) -> bool:
+    """Whether it is a folder of this user's, and no link, that nobody else may enter."""
     try:
         info = path.lstat()
     except OSError:

@@ -76,6 +76,7 @@ class Supervisor:
         groups: of each its ranks, rank = place; the first of a group, and each other one that serves, is an engine.
         runtime_dir: see runtime_dir.RuntimeDir.
         address: None binds ipc sockets in the runtime directory; "tcp://HOST[:PORT]" that interface, with CURVE.
+        keys: folder of CURVE keys that several hosts share; None makes own ones in the runtime directory.
         limits: how long things may take.
         on_output: called in the supervisor's thread, which it must not block, with a rank's name and each line that it
             prints; these lines go to stderr as well.
@@ -94,6 +95,7 @@ class Supervisor:
         *,
         runtime_dir: str | None = None,
         address: str | None = None,
+        keys: str | None = None,
         limits: Limits | None = None,
         on_output: Callable[[str, str], None] | None = None,
         first: int = 0,
@@ -101,6 +103,7 @@ class Supervisor:
         make_group: Callable[[int, Sequence[ChildSpec], GroupContext], EngineGroup] = Group,
     ) -> None:
         self._specs, self._where, self._address = tuple(groups), runtime_dir, address
+        self._keys = None if keys is None else Path(keys).expanduser().absolute()
         self._first, self._client_key, self._make_group = first, client_key, make_group
         self._limits, self._on_output = limits or Limits(), on_output
         self._dir: RuntimeDir | None = None
@@ -259,18 +262,21 @@ class Supervisor:
                 output.close()
 
     def _make(self, folder: RuntimeDir, selector: selectors.BaseSelector, output: LineWriter) -> list[EngineGroup]:
-        server_key = ""
+        server_key, keys = "", folder.path / "keys"
         if self._address:
             check_interface(self._address)
-            keys = folder.path / "keys"
             try:
-                server_key = curve.create_keys(keys, self._client_key)
-                guests = [curve.GUEST] if self._client_key else []
-                folder.keep(*(f"keys/{name}" for name in (*curve.KEY_FILES, *guests)))
+                if self._keys is not None:
+                    server_key, kept = curve.lend_keys(self._keys, keys), ["client.key"]
+                else:
+                    server_key = curve.create_keys(keys, self._client_key)
+                    kept = [*curve.KEY_FILES, *([curve.GUEST] if self._client_key else [])]
+                folder.keep(*(f"keys/{name}" for name in kept))
             except OSError as error:
                 raise ResourceError(f"cannot write the keys in {keys}: {error}; name another runtime_dir") from error
         tell, show = (lambda *phase: self._phases.put(phase)), partial(self._show, output)
-        context = GroupContext(folder.path, self._address, server_key, self._limits, selector, tell, show)
+        where = folder.path, self._keys or keys, self._address, server_key
+        context = GroupContext(*where, self._limits, selector, tell, show)
         firsts = accumulate((len(serving_ranks(specs)) for specs in self._specs), initial=self._first)
         return [self._make_group(first, specs, context) for first, specs in zip(firsts, self._specs, strict=False)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from wavecore.frontend.cli.run_vllm import run
+from wavecore.frontend.vllm.run_script import run
 
 if __name__ == "__main__":
     sys.exit(run(sys.argv[1:]))

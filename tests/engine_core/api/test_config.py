@@ -73,3 +73,32 @@ def test_shared_experts_keep_engines_in_lockstep() -> None:
     assert not EngineConfig(enable_expert_parallel=True, tensor_parallel_size=2).dp_lockstep
     with pytest.raises(ConfigError, match="dp_lockstep needs a data_parallel_size of 2 to 256"):
         EngineConfig(enable_expert_parallel=True, data_parallel_size=257)
+
+
+@pytest.mark.parametrize(
+    ("given", "here"),
+    [
+        ({}, range(4)),
+        ({"data_parallel_rank": 0}, range(1)),
+        ({"data_parallel_rank": 3}, range(3, 4)),
+        ({"data_parallel_rank": 1, "data_parallel_size_local": 2}, range(1, 3)),
+        ({"data_parallel_size_local": 2}, range(2)),
+    ],
+)
+def test_engines_that_are_started_here(given: dict[str, int], here: range) -> None:
+    assert EngineConfig(data_parallel_size=4, **given).engines_here == here
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"data_parallel_rank": 4}, "ask for engines 4 to 4, and data_parallel_size is 4"),
+        ({"data_parallel_rank": 3, "data_parallel_size_local": 2}, "ask for engines 3 to 4"),
+        ({"data_parallel_rank": 0, "dp_lockstep": True}, "dp_lockstep with data_parallel_rank: "),
+        ({"data_parallel_rank": 0, "data_parallel_backend": "ray"}, "data_parallel_rank with data_parallel_backend"),
+        ({"keys": "/keys"}, "keys /keys: they are for tcp; give address, too"),
+    ],
+)
+def test_engines_that_cannot_be_started_here(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        EngineConfig(data_parallel_size=4, **given)

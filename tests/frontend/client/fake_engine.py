@@ -19,6 +19,7 @@ from wavecore.frontend.client.request import EngineRequest
 from wavecore.transport.errors import EngineDead
 from wavecore.transport.io.connection import Disconnected, EngineEvent, Reconnected
 from wavecore.transport.processes.deployment import Cause, Deployment, EngineEntry
+from wavecore.transport.processes.places import Place
 from wavecore.transport.wire.messages import UNTOLD, Abort, Add, Load, Ready, Step, StepTokens, TensorFrame, Utility
 from wavecore.transport.wire.tensors import to_numpy
 
@@ -28,6 +29,9 @@ RESOLVED = {"max_model_len": 100, "vocab_size": 50, "enable_prefix_caching": Tru
 
 class FakePump:
     """Stands in for `ClientPump`; events are given by the test, in its own thread."""
+
+    tick_seconds = 1.0
+    mute: frozenset[int] = frozenset()  # engines that do not answer
 
     def __init__(self, on_event: Callable[[int, EngineEvent], None]) -> None:
         self._on_event = on_event
@@ -53,7 +57,8 @@ class FakePump:
 
     def connect(self, index: int, input: str, output: str, curve: object = None) -> None:
         self.addresses[index] = (input, output)
-        self.new_life(index)
+        if index not in self.mute:
+            self.new_life(index)
 
     def client_id(self, index: int) -> bytes | None:
         return self.client_ids.get(index)
@@ -137,16 +142,28 @@ class FakeDeployment:
 
 
 class World:
-    """A client of fake engines."""
+    """A client of fake engines.
 
-    def __init__(self, monkeypatch: Any, engines: int = 1, state: str = "ready", server_key: str = "") -> None:
+    Args:
+        places: where they are found; the fake deployment is in each that is no access file.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: Any,
+        engines: int = 1,
+        state: str = "ready",
+        server_key: str = "",
+        places: Sequence[Place] = (Path("/nowhere"),),
+    ) -> None:
         self.deployment = FakeDeployment(engines, server_key)
         self.deployment.set_state(state)
-        monkeypatch.setattr("wavecore.frontend.client.client.deployment", self.deployment)
-        monkeypatch.setattr("wavecore.frontend.client.deployment_watch.deployment", self.deployment)
+        for module in ("places.deployment", "client.deployment_watch.deployment"):
+            room = "transport.processes" if module.startswith("places") else "frontend"
+            monkeypatch.setattr(f"wavecore.{room}.{module}", self.deployment)
         monkeypatch.setattr("wavecore.frontend.client.client.ClientPump", FakePump)
         monkeypatch.setattr("wavecore.frontend.client.balance.sample", lambda engines, _: engines)
-        self.client = EngineClient("/nowhere", timeout=START_SECONDS)
+        self.client = EngineClient(*places, timeout=START_SECONDS)
         pump = self.client._pump
         assert isinstance(pump, FakePump)
         self.pump = pump

@@ -307,11 +307,11 @@ def test_restarted_engine_is_followed_to_a_new_address(world: World) -> None:
 
 
 def test_the_deployment_is_read_only_while_an_engine_is_not_up(pair: World) -> None:
-    assert pair.client._watch._planned is None
+    assert pair.client._watches[0]._planned is None
     pair.kill(1)
-    assert pair.client._watch._planned is not None
+    assert pair.client._watches[0]._planned is not None
     pair.pump.new_life(1)
-    until(lambda: pair.client._watch._planned is None, "the end of the watch")
+    until(lambda: pair.client._watches[0]._planned is None, "the end of the watch")
 
 
 def test_the_death_of_one_engine_is_seen_while_another_is_down(pair: World) -> None:

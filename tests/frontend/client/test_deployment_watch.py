@@ -51,20 +51,20 @@ def test_engines_that_were_not_there_are_nobodys_business(world: World) -> None:
     world.deployment.value = replace(world.deployment.value, engines=(strange, *entries))
     assert world.client.can_recover()
     world.pump.new_life(0)
-    until(lambda: world.client._watch._planned is None, "the end of the watch")
+    until(lambda: world.client._watches[0]._planned is None, "the end of the watch")
     assert list(world.pump.addresses) == [0]
 
 
 def test_an_address_that_cannot_be_used_now_is_tried_again(world: World, tmp_path: Path) -> None:
     """The keys for tcp are missing for a moment, while the engine is found at another address."""
-    world.client._watch._runtime_dir = tmp_path
+    world.client._watches[0]._place = tmp_path
     world.kill(0)
     public = create_keys(tmp_path / "keys")
     (tmp_path / "keys" / "client.key").rename(tmp_path / "client.key")
     entry = world.deployment.value.engines[0]
     moved = replace(entry, input="tcp://127.0.0.1:5", output="tcp://127.0.0.1:6", server_key=public)
     world.deployment.value = replace(world.deployment.value, engines=(moved,))
-    world.client._watch.look()
+    world.client._watches[0].look()
     assert world.pump.addresses[0] == (entry.input, entry.output)
     (tmp_path / "client.key").rename(tmp_path / "keys" / "client.key")
     until(lambda: world.client.engines, "the engine at its new address")

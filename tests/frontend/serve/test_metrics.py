@@ -43,7 +43,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def fetched(llm: LLM, **options: Any) -> Metrics:
     """With the numbers of now."""
-    found = Metrics(llm._service.client, llm.runtime_dir, "some-model", **options)
+    found = Metrics(llm._service.client, "some-model", **options)
     found.refresh()
     until(lambda: found._reports, "an answer")
     return found
@@ -139,7 +139,7 @@ def test_a_scrape_waits_for_no_engine(
 
 
 def test_before_an_engine_has_answered(llm: LLM) -> None:
-    found = Metrics(llm._service.client, llm.runtime_dir, "m")
+    found = Metrics(llm._service.client, "m")
     with stopped(deployment.read(llm.runtime_dir).engines[0].pid):
         found.refresh()
         scraped = families(found.exposition())
@@ -166,7 +166,7 @@ def test_numbers_of_a_dead_engine_are_not_shown(tmp_path: Path, quick_restarts: 
 
 
 def test_http_is_counted_by_route_and_status(llm: LLM) -> None:
-    found = Metrics(llm._service.client, llm.runtime_dir, "m", api_server=3)
+    found = Metrics(llm._service.client, "m", api_server=3)
     found.in_flight.inc()
     for route, status in (("/v1/models", 200), ("/v1/models", 503), ("other", 404), ("other", 0)):
         found.served(route, status, 0.25)

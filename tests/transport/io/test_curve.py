@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import zmq
+from tests.support.proxy import Proxy
+from tests.support.waiting import until
 
 from wavecore.transport.curve import CurveClient, CurveServer, KeyPair, create_keys
 from wavecore.transport.errors import ConfigError
 from wavecore.transport.io.authenticator import Authenticator
+from wavecore.transport.io.connection import Disconnected
 from wavecore.transport.io.sockets import Monitor, endpoint_of, make_context, make_socket
+from wavecore.transport.wire.messages import Ready
 
 ADDRESS = "tcp://127.0.0.1:0"
 
@@ -55,6 +59,40 @@ def test_only_listed_keys_enter(tmp_path: Path, make_engine: Any, make_client: A
     (tmp_path / "authorized_clients" / "friend.pub").write_bytes(wrong_key.public + b"\n")
     for address, kind in ends:
         assert first_event(address, CurveClient(public.encode(), wrong_key), kind) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+@pytest.mark.usefixtures("quick_clocks")
+def test_a_key_that_is_listed_later_enters_then(tmp_path: Path, make_engine: Any, make_client: Any) -> None:
+    """libzmq gives up on an engine that refuses its key; the client does not."""
+    public, late = create_keys(tmp_path), KeyPair.generate()
+    engine = make_engine((ADDRESS, ADDRESS), curve=CurveServer.load(tmp_path))
+    client = make_client()
+    client.pump.connect(0, *engine.addresses, CurveClient(public.encode(), late))
+    until(lambda: 0 in client.pump._connections and client.pump._connections[0]._complaints.counts, "the refusal")
+    (tmp_path / "authorized_clients" / "late.pub").write_bytes(late.public)
+    client.wait_for(lambda: client.saw(Ready), "READY")
+    client.wait_ends(client.add(count=3))
+
+
+@pytest.mark.usefixtures("quick_clocks")
+def test_a_stranger_at_the_engines_port_is_survived(make_engine: Any, make_client: Any, tmp_path: Path) -> None:
+    """libzmq never connects again after bytes that break its protocol; the client does, and its session goes on."""
+    public = create_keys(tmp_path)
+    engine = make_engine((ADDRESS, ADDRESS), curve=CurveServer.load(tmp_path), pace=0.001)
+    ways = [Proxy(int(address.rpartition(":")[2])) for address in engine.addresses]
+    client = make_client()
+    client.connect(
+        tuple(f"tcp://127.0.0.1:{way.port}" for way in ways), CurveClient.load(tmp_path / "client.key", public)
+    )
+    handle = client.add(count=1000)
+    client.wait_for(lambda: client.received.get(handle, 0) > 3, "tokens")
+    ways[1].change = lambda data: [b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10]
+    client.wait_for(lambda: client.saw(Disconnected), "the break")
+    ways[1].change = lambda data: [data]
+    client.wait_ends(handle)
+    assert not client.saw(Ready, 2)
+    for way in ways:
+        way.close()
 
 
 def test_client_refuses_another_server(tmp_path: Path, make_engine: Any) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from tests.support.proxy import Proxy
 from tests.support.waiting import until
-from tests.transport.io.proxy import Proxy
 
 from wavecore.transport.curve import CurveClient, CurveServer, create_keys
 from wavecore.transport.io import connection

@@ -21,7 +21,7 @@ from wavecore.transport.processes.child import SupervisedChild, parser
 
 def main() -> int:
     arguments = parser("fake_child")
-    for name in ("--index", "--runtime-dir", "--input", "--output"):
+    for name in ("--index", "--keys", "--input", "--output"):
         arguments.add_argument(name)
     args = arguments.parse_args()
     child = SupervisedChild(args)

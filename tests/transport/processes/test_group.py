@@ -103,7 +103,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(ranks: int = 2, *, ready: bool = False, **limits: float) -> tuple[Group, list[FakeRank]]:
         selector = selectors.DefaultSelector()
-        context = GroupContext(Path("/nowhere"), None, "", Limits(**limits), selector, lambda *_: None, lambda *_: None)
+        context = GroupContext(
+            Path("/nowhere"), Path("/nowhere"), None, "", Limits(**limits), selector, lambda *_: None, lambda *_: None
+        )
         group = Group(0, [ChildSpec("engine 0", "fake", "")] * ranks, context)
         selector.close()
         group.spawn()

@@ -334,7 +334,7 @@ def test_a_link_is_refused_as_one(base: Path, target: str) -> None:
 def test_a_folder_that_its_last_owner_removes_meanwhile_is_made_again(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, is_private, seen = base / "run", runtime_dir._is_private, list[Path]()
+    path, is_private, seen = base / "run", runtime_dir.is_private, list[Path]()
 
     def removed_behind(folder: Path) -> bool:
         seen.append(folder)
@@ -343,7 +343,7 @@ def test_a_folder_that_its_last_owner_removes_meanwhile_is_made_again(
             folder.rmdir()
         return private
 
-    monkeypatch.setattr(runtime_dir, "_is_private", removed_behind)
+    monkeypatch.setattr(runtime_dir, "is_private", removed_behind)
     held = RuntimeDir(str(path), NAMES)
     assert seen == [path, path]
     assert is_held(path)

@@ -20,7 +20,7 @@ def run(args: Sequence[str]) -> int:
         ConfigError: no script.
     """
     if not args or args[0] in ("-h", "--help"):
-        print(USAGE)
+        sys.stdout.write(f"{USAGE}\n")
         return 0 if args else ConfigError.exit_code
     module = args[0] == "-m"
     if module and len(args) < 2:

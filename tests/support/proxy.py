@@ -1,4 +1,5 @@
-"""A TCP proxy that can break its connections: a reset loses whatever is in flight, with both ends alive. Or be slow."""
+"""A TCP proxy that can break its connections: a reset loses whatever is in flight, with both ends alive. Or be slow,
+lose bytes or bring them twice, refuse everybody, or say nothing."""
 
 from __future__ import annotations
 
@@ -8,23 +9,34 @@ import math
 import socket
 import struct
 import threading
+from collections.abc import Callable, Iterable
 
 
 class Proxy:
-    """Forwards a port of 127.0.0.1 to another. `reset` may be called by any thread.
+    """Forwards a port to another. `reset` may be called by any thread.
+
+    Args:
+        host: whose port is to be reached.
+        own: address to listen at.
 
     Attributes:
         rate: bytes a second in each direction.
+        delay: seconds that bytes are on their way.
+        change: what becomes of the bytes of one read.
+        is_cut: connections that come are refused.
         up_bytes, down_bytes: forwarded to the port and from it.
     """
 
-    def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+    def __init__(self, target_port: int, host: str = "127.0.0.1", own: str = "127.0.0.1") -> None:
+        self._target, self._own = (host, target_port), own
         self._loop = asyncio.new_event_loop()
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.connections = 0
         self.rate = math.inf
+        self.delay = 0.0
+        self.change: Callable[[bytes], Iterable[bytes]] = lambda data: [data]
+        self.is_cut = False
         self.up_bytes = self.down_bytes = 0
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="proxy")
@@ -33,7 +45,7 @@ class Proxy:
 
     def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        server = self._loop.run_until_complete(asyncio.start_server(self._serve, self._own, 0))
         self.port = server.sockets[0].getsockname()[1]
         started.set()
         self._loop.run_forever()
@@ -50,7 +62,9 @@ class Proxy:
         self._tasks.add(task)
         self.connections += 1
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+            if self.is_cut:
+                raise ConnectionRefusedError
+            far_reader, far_writer = await asyncio.open_connection(*self._target)
         except OSError:
             writer.close()
             return
@@ -65,7 +79,11 @@ class Proxy:
             while data := await reader.read(65536):
                 if self.rate < math.inf:
                     await asyncio.sleep(len(data) / self.rate)
-                writer.write(data)
+                for part in self.change(data):
+                    if self.delay:
+                        self._loop.call_later(self.delay, writer.write, part)
+                    else:
+                        writer.write(part)
                 await writer.drain()
                 if up:
                     self.up_bytes += len(data)
@@ -75,6 +93,14 @@ class Proxy:
             return
         finally:
             writer.close()
+
+    def cut(self) -> None:
+        """Break every connection, and refuse those that come, until `mend`."""
+        self.is_cut = True
+        self.reset()
+
+    def mend(self) -> None:
+        self.is_cut = False
 
     def reset(self) -> None:
         """Break every connection on both sides, without a FIN."""

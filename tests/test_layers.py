@@ -55,7 +55,7 @@ TIERS = {
     ),
     "parallel": (
         ("sampler",),
-        ("experts", "ranks"),
+        ("experts", "ranks", "store"),
         ("layers",),
         ("collectives", "peer_memory", "wave"),
     ),

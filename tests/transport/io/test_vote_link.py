@@ -18,7 +18,7 @@ from tests.support.waiting import two_free_ports, until
 
 from wavecore.transport.curve import CurveClient, KeyPair, create_keys
 from wavecore.transport.errors import ConfigError, EngineDead, ResourceError, StartError, WavecoreError
-from wavecore.transport.io import vote_link
+from wavecore.transport.io import sockets, vote_link
 from wavecore.transport.io.sockets import Monitor, make_context, make_socket
 from wavecore.transport.io.vote_link import RankPlace, VoteLink
 from wavecore.transport.processes.group_memory import GroupMemory
@@ -98,6 +98,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     """Of ranks that repeat what they say ten times as often, and leave after a quarter of a second."""
     monkeypatch.setattr(VoteLink, "tick_seconds", 0.05)
     monkeypatch.setattr(VoteLink, "flush_seconds", 0.25)
+    monkeypatch.setattr(sockets, "LINGER_MS", 200)
     with ExitStack() as until:
         yield Hosts(tmp_path / "keys", until)
 

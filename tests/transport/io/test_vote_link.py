@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -337,3 +338,73 @@ def test_what_ranks_meet_at(hosts: Hosts) -> None:
     for who in (head, rank):
         with pytest.raises(EngineDead, match="no more"):
             until(lambda who=who: who.link.ask("get", {"key": "a"}, 30) is None)  # type: ignore[misc]
+
+
+class Supervised:
+    """Ranks that are started again when their life is over, as supervisors do, and a network between them."""
+
+    def __init__(self, hosts: Hosts, ranks: int) -> None:
+        self._hosts, self._size, self.proxy = hosts, ranks, hosts.proxy()
+        self.ranks = [self._start(rank) for rank in range(ranks)]
+
+    def _start(self, rank: int) -> Rank:
+        return self._hosts.start(rank, self._size, self.proxy.port if rank else None)
+
+    def kill(self, rank: int) -> None:
+        """Without a word."""
+        self.ranks[rank].link._send_to = lambda _identity, _message: None  # type: ignore[method-assign]
+        self.ranks[rank].link.close()
+        self.ranks[rank] = self._start(rank)
+
+    def restart(self) -> None:
+        for number, rank in enumerate(self.ranks):
+            if rank.ends:
+                rank.link.close()
+                self.ranks[number] = self._start(number)
+
+    def meet(self) -> bool:
+        """Whether all are in one life by now."""
+        self.restart()
+        lives = {rank.link.life for rank in self.ranks}
+        return len(lives) == 1 and vote_link.NO_LIFE not in lives
+
+    def agree(self, agreements: range) -> None:
+        """All vote for the life that they are in; nobody counts a vote of another one, or is in two."""
+
+        def vote(rank: Rank) -> None:
+            life = int.from_bytes(rank.link.life[:4])
+            with contextlib.suppress(EngineDead):
+                assert rank.agree(agreements, lambda _agreement: life) == [
+                    [(life,) * VOTE_NUMBERS] * self._size for _ in agreements
+                ]
+
+        with ThreadPoolExecutor(self._size) as threads:
+            list(threads.map(vote, self.ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_lives_in_any_order(hosts: Hosts, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes die without a word, connections break, and the network is deaf for a while: ranks agree in one life or in
+    none, and meet again when it is over."""
+    monkeypatch.setattr(vote_link, "SILENT_SECONDS", 1.0)
+    random, group = Random(seed), Supervised(hosts, 3)
+    begun = dict[bytes, int]()
+    for _ in range(25):
+        match random.randrange(5):
+            case 0:
+                group.kill(random.randrange(3))
+            case 1:
+                group.proxy.reset()
+            case 2:
+                group.proxy.change = deaf
+                threading.Event().wait(random.random() * 1.5)
+                group.proxy.change = passing
+            case _:
+                if group.meet():
+                    first = begun.get(group.ranks[0].link.life, 1)
+                    group.agree(range(first, first + 5))
+                    begun[group.ranks[0].link.life] = first + 5
+    until(group.meet)
+    agree_all(group.ranks, range(begun.get(group.ranks[0].link.life, 1), 300))
+    assert not any(rank.ends for rank in group.ranks)

@@ -385,7 +385,7 @@ class Supervised:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_lives_in_any_order(hosts: Hosts, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes die without a word, connections break, and the network is deaf for a while: ranks agree in one life or in
+    """Processes die without a word, connections break, the network is deaf for a while: ranks agree in one life or in
     none, and meet again when it is over."""
     monkeypatch.setattr(vote_link, "SILENT_SECONDS", 1.0)
     random, group = Random(seed), Supervised(hosts, 3)

@@ -259,8 +259,8 @@ class VoteLink(BoundThread):
                 self._tell(self._ballots.take(rank, message.agreement, message.votes, message.again), message.agreement)
             case Utility() if self._is_head:
                 self._send(rank, Result(self.life, 0, message.call, "", "", self._do(message.method, message.args)))
-            case Result():
-                self._answered(message)
+            case Result() if message.call in self._asked:
+                self._asked.pop(message.call)[1].set_result(message.value)
             case Dead():
                 self._end(from_code(message.code, message.message))
             case Bye():
@@ -332,11 +332,6 @@ class VoteLink(BoundThread):
         if method == "set" and isinstance(value, bytes):
             self._values[key] = value
         return self._values.get(key)
-
-    def _answered(self, result: Result) -> None:
-        _, found = self._asked.pop(result.call, (None, None))
-        if found is not None:
-            found.set_result(result.value)
 
     def _end(self, error: WavecoreError, tells: bool = True) -> None:
         """The group's life is over: for the others as well."""

@@ -7,6 +7,7 @@ Exit codes: 0 stopped, 2 settings, 3 port or other resource, 4 model, 5 died.
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import sys
 from collections.abc import Callable
@@ -22,12 +23,22 @@ from wavecore.engine_core.loop.proc import EngineCoreProc
 from wavecore.engine_core.loop.worker_proc import run_worker
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.startup.factory import make_runner, make_worker
+from wavecore.transport.addresses import host_of
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
 from wavecore.transport.headroom import raise_descriptor_limit
+from wavecore.transport.io.vote_link import RankPlace, VoteLink
 from wavecore.transport.processes import logs
 from wavecore.transport.processes.child import SupervisedChild, parser
+from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.votes import VoteBoard
+from wavecore.transport.version import VERSION
+
+ALIKE = (
+    *("data_parallel_size", "tensor_parallel_size", "enable_expert_parallel", "dtype", "max_model_len", "block_size"),
+    *("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "cudagraph_capture_sizes"),
+)
+"""Settings that hosts in lockstep must share: they shape what all compute together."""
 
 logger = logging.getLogger("wavecore.engine_core")
 
@@ -59,17 +70,42 @@ def main() -> int:
 def _build(args: argparse.Namespace, child: SupervisedChild) -> Callable[[], None]:
     config = EngineConfig.from_json(child.config)
     logging.getLogger().setLevel(config.log_level.upper())
+    memory, link = child.group, None
+    if config.spans_hosts:
+        memory = memory or GroupMemory.alone(child.progress)
+        link = _link(config, args.keys, child, memory)
     if child.group and child.rank % config.tensor_parallel_size:
-        return partial(run_worker, *make_worker(config, child.report_phase, child.group), child)
-    if child.group and config.dp_lockstep:
-        engines = child.group.heads(config.tensor_parallel_size)
-        board = VoteBoard(engines)
-        runner = make_runner(config, child.report_phase, child.group)
-        dp_core = DPEngineCore(config, runner, board, expect=child.progress.expect)
-        bound = _bound(args, child, dp_core, lockstep=child.group.life)
+        return partial(run_worker, *make_worker(config, child.report_phase, child.group, link), child)
+    if memory and config.dp_lockstep:
+        engines = memory.heads(config.tensor_parallel_size)
+        runner = make_runner(config, child.report_phase, child.group, link)
+        dp_core = DPEngineCore(config, runner, link or VoteBoard(engines), expect=child.progress.expect)
+        life = int.from_bytes(link.life[:8]) if link else memory.life
+        bound = _bound(args, child, dp_core, lockstep=life)
         return DPEngineCoreProc(dp_core, child, engines, **bound).run
     core = EngineCore(config, make_runner(config, child.report_phase, child.group), expect=child.progress.expect)
     return EngineCoreProc(core, child, **_bound(args, child, core)).run
+
+
+def _link(config: EngineConfig, keys: Path, child: SupervisedChild, memory: GroupMemory) -> VoteLink:
+    """To the ranks of all hosts, when they have met."""
+    assert config.data_parallel_address is not None and config.address is not None
+    size, here = config.tensor_parallel_size, config.engines_here
+    local = range(here.start * size, here.stop * size)
+    place = RankPlace(
+        address=config.data_parallel_address,
+        host=host_of(config.address),
+        rank=local[child.rank],
+        ranks=config.data_parallel_size * size,
+        engine_ranks=size,
+        kind=", ".join([f"version {VERSION}", *(f"{name} {getattr(config, name)}" for name in ALIKE)]),
+    )
+    link = VoteLink(place, keys, memory, local, child.report_failure)
+    atexit.register(link.close)  # however this ends, the others hear of it
+    child.conclude = link.conclude
+    child.report_phase("meet", 0.0)
+    link.meet(config.ready_timeout)
+    return link
 
 
 def _bound(args: argparse.Namespace, child: SupervisedChild, core: EngineCore, **more: Any) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ import psutil
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
 from wavecore.parallel.wave import Vote, Wave
+from wavecore.transport.curve import create_keys
+from wavecore.transport.io.vote_link import RankPlace, VoteLink
 from wavecore.transport.processes import deployment, group_memory
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.stall import ProgressPage
@@ -32,10 +36,17 @@ WAVES, TOKENS = 50, 20
 IDLE_SECONDS = 5.0
 
 
-def agree(rank: int, memory: int, store: int, bells: list[int], count: int) -> list[float]:
+Join = Callable[[int], AbstractContextManager[VoteBoard | VoteLink]]
+
+
+def agree(join: Join, rank: int, count: int) -> list[float]:
     """Seconds of each agreement, from the vote to the decision."""
-    board, wave = VoteBoard(GroupMemory(rank, memory, store, bells, ProgressPage(ProgressPage.create_fd()))), Wave()
-    taken = []
+    with join(rank) as board:
+        return agree_on(board, count)
+
+
+def agree_on(board: VoteBoard | VoteLink, count: int) -> list[float]:
+    wave, taken = Wave(), []
     for _ in range(count):
         start = time.perf_counter()
         vote = wave.vote(True, 1, 1, 1)
@@ -45,21 +56,46 @@ def agree(rank: int, memory: int, store: int, bells: list[int], count: int) -> l
     return sorted(taken)
 
 
-def bench_agreements(ranks: int, count: int) -> tuple[float, float]:
-    """Median and 99th percentile, seconds, of rank 0 beside others that do nothing but vote, too."""
-    with ExitStack() as stack:
-        (_, memory), (_, store), *bells = group_memory.create(ranks, stack)
-        numbers = [bell for _, bell in bells]
-        others = []
-        for rank in range(1, ranks):
-            if not (pid := os.fork()):
-                agree(rank, memory, store, numbers, count)
-                os._exit(0)
-            others.append(pid)
-        taken = agree(0, os.dup(memory), store, numbers, count)
-        for pid in others:
-            os.waitpid(pid, 0)
-    return taken[count // 2], taken[count * 99 // 100]
+def bench_agreements(join: Join, ranks: int, count: int) -> tuple[str, str]:
+    """Median and 99th percentile of rank 0 beside others that do nothing but vote, too."""
+    others = []
+    for rank in range(1, ranks):
+        if not (pid := os.fork()):
+            agree(join, rank, count)
+            os._exit(0)
+        others.append(pid)
+    taken = agree(join, 0, count)
+    for pid in others:
+        os.waitpid(pid, 0)
+    return f"{taken[count // 2] * 1e6:.1f} us", f"{taken[count * 99 // 100] * 1e6:.0f} us"
+
+
+def on_one_host(ranks: int, until: ExitStack) -> Join:
+    (_, memory), (_, store), *bells = group_memory.create(ranks, until)
+
+    def join(rank: int) -> AbstractContextManager[VoteBoard]:
+        page = ProgressPage(ProgressPage.create_fd())
+        return nullcontext(VoteBoard(GroupMemory(rank, os.dup(memory), store, [bell for _, bell in bells], page)))
+
+    return join
+
+
+def on_several_hosts(ranks: int, keys: Path) -> Join:
+    """Over tcp with CURVE, of addresses of this machine."""
+    create_keys(keys)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    @contextmanager
+    def join(rank: int) -> Iterator[VoteLink]:
+        memory = GroupMemory.alone(ProgressPage(ProgressPage.create_fd()))
+        place = RankPlace(address, f"127.0.0.{rank + 2}", rank, ranks)
+        with closing(VoteLink(place, keys, memory, range(rank, rank + 1), sys.exit)) as link:
+            link.meet(30)
+            yield link
+
+    return join
 
 
 def passes(llm: LLM) -> list[int]:
@@ -104,9 +140,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--agreements", type=int, default=20_000)
     args = parser.parse_args()
-    median, late = bench_agreements(args.ranks, args.agreements)
-    rows = {"agreement, median": f"{median * 1e6:.1f} us", "agreement, 99th percentile": f"{late * 1e6:.0f} us"}
-    with tempfile.TemporaryDirectory() as folder:
+    rows: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as until:
+        one, several = on_one_host(args.ranks, until), on_several_hosts(args.ranks, Path(folder) / "keys")
+        for where, join in (("agreement", one), ("agreement over tcp with CURVE", several)):
+            rows[f"{where}, median"], rows[f"{where}, 99th percentile"] = bench_agreements(
+                join, args.ranks, args.agreements
+            )
         rows |= bench_group(args.ranks, Path(folder))
     lines = [
         f"| {args.ranks} ranks in lockstep | |",

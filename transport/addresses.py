@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import re
 import socket
+from ipaddress import ip_address
+
+import psutil
 
 from wavecore.transport.errors import ConfigError, ResourceError
 
@@ -40,6 +43,11 @@ def parse_address(address: str) -> str:
     return "tcp"
 
 
+def host_of(address: str) -> str:
+    """HOST of "tcp://HOST" and "tcp://HOST:PORT"."""
+    return re.sub(r"^tcp://(\[.*?\]|[^:]*).*$", r"\1", address).strip("[]")
+
+
 def engine_ports(address: str, index: int = 0) -> tuple[str, str]:
     """Where an engine of a deployment at "tcp://HOST:PORT" has its input and its output: two ports each, from PORT on.
 
@@ -58,6 +66,21 @@ def engine_ports(address: str, index: int = 0) -> tuple[str, str]:
     return first, second
 
 
+def interface_of(host: str) -> str:
+    """The name of this machine's network interface with this address: "eth0".
+
+    Raises:
+        ResourceError: there is none.
+    """
+    own = ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    if own.is_loopback:  # Linux has all of 127.0.0.0/8 there
+        return "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        if str(own) in (each.address.partition("%")[0] for each in addresses):
+            return name
+    raise ResourceError(f"{host}: no interface of this machine has this address; see `ip address`")
+
+
 def check_interface(address: str) -> None:
     """Whether this machine has the interface of "tcp://HOST", before minutes are spent on loading a model.
 
@@ -65,7 +88,7 @@ def check_interface(address: str) -> None:
         ConfigError: as `engine_ports`.
         ResourceError: the machine has no such interface.
     """
-    host = engine_ports(address)[0].removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    host = host_of(engine_ports(address)[0])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:

@@ -109,6 +109,8 @@ class EngineConfig:
         data_parallel_rank: number of the first engine that is started here, where other hosts or programs start the
             others (docs/several-hosts.md); None starts all.
         data_parallel_size_local: engines that are started here; None: one where data_parallel_rank is given, else all.
+        data_parallel_address: "tcp://HOST:PORT" on the host of engine 0, where engines in lockstep on several hosts
+            meet; others need none.
         data_parallel_backend: "mp" starts engines as processes of this host; "ray" each in a Ray actor, on any node of
             a cluster (docs/several-gpus.md; needs `pip install wavecore[ray]`).
         ray_address: of the cluster to join, "HOST:PORT" or "auto"; None starts a private one on this host, if the
@@ -170,6 +172,7 @@ class EngineConfig:
     data_parallel_size: Annotated[int, Bounds(1, MAX_ENGINES)] = 1
     data_parallel_rank: Annotated[int | None, Bounds(0, MAX_ENGINES - 1)] = None
     data_parallel_size_local: Annotated[int | None, Bounds(1, MAX_ENGINES)] = None
+    data_parallel_address: str | None = None
     data_parallel_backend: Literal["mp", "ray"] = "mp"
     ray_address: str | None = None
     ray_without_token: bool = False
@@ -207,6 +210,11 @@ class EngineConfig:
         return range(first, first + (self.data_parallel_size_local or (self.data_parallel_size if every else 1)))
 
     @property
+    def spans_hosts(self) -> bool:
+        """Engines in lockstep of which others are started elsewhere."""
+        return self.dp_lockstep and len(self.engines_here) < self.data_parallel_size
+
+    @property
     def expert_ranks(self) -> int:
         """Ranks of all engines, over which whole experts are spread; 1 where they are not."""
         return self.data_parallel_size * self.tensor_parallel_size if self.enable_expert_parallel else 1
@@ -217,12 +225,16 @@ class EngineConfig:
         if (here := self.engines_here).stop > self.data_parallel_size:
             asked = f"data_parallel_rank and data_parallel_size_local ask for engines {here.start} to {here[-1]}"
             raise ConfigError(f"{asked}, and data_parallel_size is {self.data_parallel_size}")
-        if self.dp_lockstep and len(here) < self.data_parallel_size:
-            raise NotSupportedError("dp_lockstep with data_parallel_rank: its votes lie in the memory of one host")
+        head = self.data_parallel_address
+        if self.spans_hosts and not (self.address and self.keys and head):
+            needs = "data_parallel_address (the same on all hosts), address (this host's) and keys"
+            raise ConfigError(f"engines in lockstep on several hosts need {needs}")
+        if head is not None and not re.fullmatch(r"tcp://\S+:[1-9]\d{0,4}", head):
+            raise ConfigError(f"data_parallel_address {head!r}: expected tcp://HOST:PORT, on the host of engine 0")
 
     def _check_ray(self) -> None:
         if self.dp_lockstep:
-            way_out = "votes lie in the memory of one host; start these engines with data_parallel_backend mp"
+            way_out = "start these engines by hand, on one host or several (docs/several-gpus.md)"
             raise NotSupportedError(f"dp_lockstep with data_parallel_backend ray: {way_out}")
         if self.address is not None:
             way_out = "an engine listens at its node's address, with CURVE; leave address out"

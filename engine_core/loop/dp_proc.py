@@ -16,6 +16,7 @@ from wavecore.engine_core.loop.proc import EngineCoreProc, StopIn
 from wavecore.engine_core.plan import LeastSize, Runner, StepFault, StepPlan, StepResult
 from wavecore.parallel.wave import Vote, Wave, Wish
 from wavecore.transport.errors import ValidationError
+from wavecore.transport.io.vote_link import VoteLink
 from wavecore.transport.processes.child import SupervisedChild
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.votes import VoteBoard
@@ -29,11 +30,11 @@ class DPEngineCore(EngineCore):
     """An `EngineCore` that launches when its group does.
 
     Args:
-        board: where the ranks vote.
+        board: where the ranks vote: the memory of one host, or a link between several.
         further: those of `EngineCore`.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, board: VoteBoard, **further: Any) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner, board: VoteBoard | VoteLink, **further: Any) -> None:
         super().__init__(config, runner, **further)
         self.wave = Wave()
         self.board = board

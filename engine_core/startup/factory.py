@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Never
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import Runner
 from wavecore.engine_core.startup.compilation import compiler_beside
+from wavecore.transport.addresses import interface_of
+from wavecore.transport.io.vote_link import VoteLink
 from wavecore.transport.processes.group_memory import GroupMemory
 
 if TYPE_CHECKING:
@@ -19,13 +21,17 @@ if TYPE_CHECKING:
 
 
 def make_runner(
-    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None = None
+    config: EngineConfig,
+    progress: Callable[[str, float], None],
+    group: GroupMemory | None = None,
+    link: VoteLink | None = None,
 ) -> Runner:
     """Load `config.model` for the first rank of an engine, or its only one.
 
     Args:
         progress: called as progress(phase, fraction) with the phases of `frontend.progress_bars`.
-        group: shared with the other ranks, if there are any.
+        group: shared with the other ranks of this host, if there are any.
+        link: to those of other hosts.
 
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
@@ -34,7 +40,7 @@ def make_runner(
         from wavecore.engine_core.execution.scripted_runner import ScriptedRunner
 
         return ScriptedRunner(config, progress, group=group)
-    runner = _load(config, progress, group)
+    runner = _load(config, progress, group, link)
     if group is None or config.tensor_parallel_size == 1:
         return runner
     from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
@@ -43,12 +49,12 @@ def make_runner(
 
 
 def make_worker(
-    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory
+    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory, link: VoteLink | None = None
 ) -> tuple[Callable[[], Never], str]:
     """Load `config.model` for another rank of an engine.
 
     Args:
-        progress, group: as for `make_runner`.
+        progress, group, link: as for `make_runner`.
 
     Returns:
         What follows the steps of the engine's first rank, and the device that it does them on.
@@ -60,13 +66,15 @@ def make_worker(
         from wavecore.engine_core.execution.scripted_runner import ScriptedWorker
 
         return ScriptedWorker(config, progress, group).run, "cpu"
-    runner = _load(config, progress, group)
+    runner = _load(config, progress, group, link)
     from wavecore.engine_core.tensor_parallel.worker import Worker
 
     return Worker(runner, group.part(config.tensor_parallel_size), config.check_ranks).run, runner.info.device
 
 
-def _load(config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None) -> ModelRunner:
+def _load(
+    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None, link: VoteLink | None
+) -> ModelRunner:
     """This rank's share of a real model."""
     from wavecore.engine_core.models.files import open_model
     from wavecore.engine_core.models.shard import Shard
@@ -82,12 +90,28 @@ def _load(config: EngineConfig, progress: Callable[[str, float], None], group: G
         progress("import", 0.0)
         from wavecore.engine_core.startup.loader import load_runner
 
-        if group is None or (size == 1 and not spread):
+        if size == 1 and not spread:
             return load_runner(config, source, progress, compiler=compiler)
-        from wavecore.parallel.ranks import join
 
         def meet(device: torch.device) -> Ranks:
-            kernel = not config.disable_custom_all_reduce
-            return join(group.store_fd, group.rank, group.ranks, size, spread, device, group.wait_for, kernel)
+            return _meet(config, device, group, link)
 
         return load_runner(config, source, progress, meet, compiler)
+
+
+def _meet(config: EngineConfig, device: torch.device, group: GroupMemory | None, link: VoteLink | None) -> Ranks:
+    """Meet the other ranks, on one host or several."""
+    import torch
+
+    from wavecore.parallel.ranks import check_graphs, join
+    from wavecore.parallel.store import LinkStore
+
+    sizes = config.tensor_parallel_size, config.enable_expert_parallel
+    if link is None:
+        assert group is not None
+        kernel = not config.disable_custom_all_reduce
+        return join(group.store_fd, group.rank, group.ranks, *sizes, device, group.wait_for, kernel)
+    if device.type == "cuda" and not config.enforce_eager:
+        check_graphs(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    place, store, interface = link.place, LinkStore(link.ask), interface_of(link.place.host)
+    return join(store, place.rank, place.ranks, *sizes, device, link.wait_for, False, interface)

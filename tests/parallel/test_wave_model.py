@@ -101,6 +101,9 @@ class Model:
     ) -> World:
         return World((Rank("clear", values(self.kind())),) * ranks, requests, pauses, leaves, aborts, graphs)
 
+    def counted_from_zero(self, world: World) -> World:
+        return counted_from_zero(world)
+
     def moves(self, world: World) -> Iterator[Move]:
         for i in range(len(world.ranks)):
             yield from self.moves_of(world, i)
@@ -170,7 +173,7 @@ class Model:
             yield Move(f"{i} rings", True, with_rank(world._replace(ranks=rung), i, rank._replace(at="wait")))
         elif rank.at == "wait":
             number = self._wave(rank).agreements
-            votes = [self._read(r, number) for r in world.ranks]
+            votes = self._votes(world, i, number)
             if None not in votes:
                 yield self._decision(world, i, rank, [vote for vote in votes if vote is not None])
 
@@ -237,6 +240,10 @@ class Model:
     def _peer_voted(self, world: World, i: int, wave: Wave) -> bool:
         peers = (r for j, r in enumerate(world.ranks) if j != i)
         return self.looks_at_peers and any(self._read(peer, wave.agreements + 1) for peer in peers)
+
+    def _votes(self, world: World, i: int, agreement: int) -> Sequence[Vote | None]:
+        """Of all ranks, as this one sees them."""
+        return [self._read(rank, agreement) for rank in world.ranks]
 
     def _place(self, agreement: int) -> int:
         return agreement % 2 if self.two_slots else 0
@@ -321,7 +328,7 @@ def search(model: Model, start: World) -> int:
         except RuleBroken as broken:
             raise RuleBroken(f"{broken}, after\n{way(world)}") from None
         for what, forced, after in moves:
-            after = counted_from_zero(after)
+            after = model.counted_from_zero(after)
             if forced:
                 leads_to.setdefault(after, []).append(world)
             if after not in came_from:

@@ -1,4 +1,4 @@
-"""An IO thread of an engine: one bound socket, in a context of its own and, for tcp, with an authenticator.
+"""An IO thread of an engine: one socket, in a context of its own and, where it listens on tcp, with an authenticator.
 
 The authenticator starts before the socket is bound; while nobody answers libzmq's ZAP requests, no client is admitted.
 """
@@ -15,20 +15,21 @@ from wavecore.transport.curve import CurveServer
 from wavecore.transport.io.authenticator import Authenticator
 from wavecore.transport.io.complaints import Complaints
 from wavecore.transport.io.io_thread import IoThread, OnFailure
-from wavecore.transport.io.sockets import endpoint_of, make_context, make_socket
+from wavecore.transport.io.sockets import Curve, endpoint_of, make_context, make_socket
 
 logger = logging.getLogger(__name__)
 
 
 class BoundThread(IoThread):
-    """The socket is bound at once, and read when the thread was started.
+    """The socket is bound (or connected) at once, and read when the thread was started.
 
     Args:
         name: of the thread.
-        kind: zmq.PULL or zmq.ROUTER.
+        kind: zmq.PULL or zmq.ROUTER; zmq.DEALER connects.
         address: where to bind; `self.endpoint` is what was bound.
         curve: keys, for tcp.
         on_failure: called when a bug ends the thread, or the authenticator: nobody could connect any more.
+        identity: of a DEALER.
 
     Raises:
         ConfigError: a bad address.
@@ -38,15 +39,23 @@ class BoundThread(IoThread):
 
     tick_seconds = 1.0
 
-    def __init__(self, name: str, kind: int, address: str, curve: CurveServer | None, on_failure: OnFailure) -> None:
+    def __init__(
+        self,
+        name: str,
+        kind: int,
+        address: str,
+        curve: Curve | None,
+        on_failure: OnFailure,
+        identity: bytes | None = None,
+    ) -> None:
         super().__init__(name, on_failure)
         self._complaints = Complaints(logger)
         try:
             context = make_context()
             self._owned.callback(context.term)
-            if curve is not None:
+            if isinstance(curve, CurveServer):
                 self._owned.callback(Authenticator(context, curve, on_failure).close)
-            self._socket = make_socket(context, kind, address, curve=curve)
+            self._socket = make_socket(context, kind, address, identity=identity, curve=curve)
             self._owned.callback(self._socket.close)
         except BaseException:
             self._release()

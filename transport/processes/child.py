@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -54,6 +54,7 @@ class SupervisedChild:
         rank: in its group.
         group: what it shares with the other ranks; None where it is alone.
         phase: name of what is being done now.
+        conclude: of an error that ends this process, the one that does so; see `VoteLink.conclude`.
     """
 
     def __init__(self, args: argparse.Namespace, memory_advice: str = MORE_MEMORY) -> None:
@@ -77,6 +78,8 @@ class SupervisedChild:
         self._status_fd = args.status_fd
         self._lock = threading.Lock()
         self._reported = 0.0
+        self._failed: Cause | None = None
+        self.conclude: Callable[[BaseException], BaseException] = lambda error: error
 
     def report_phase(self, phase: str, fraction: float) -> None:
         """Tell how far the start is; call it as often as you like, from any thread.
@@ -96,12 +99,19 @@ class SupervisedChild:
         self._say({"ready": dict(values)})
 
     def report_failure(self, error: BaseException) -> Cause:
-        """The last report of a child that ends: the error as the parent will raise it, and as clients may hear it."""
+        """The last report of a child that ends: the error as the parent will raise it, and as clients may hear it.
+
+        Of several, in whatever threads, only the first is one.
+        """
+        error = self.conclude(error)
+        if self._failed is not None:
+            return self._failed
         known = as_wavecore_error(error, self._memory_advice)
         text = "".join(traceback.format_exception(error))
         cause = Cause(known.code, str(known)[:MAX_REPORT], self.phase, self.rank, traceback=text[-MAX_REPORT:])
         if self.group is not None:
             cause = cause.located(f"rank {self.rank}: ")
+        self._failed = cause
         self._say({"failed": asdict(cause)})
         return cause
 

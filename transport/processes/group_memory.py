@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import copy
+from typing import Self
 
 from wavecore.transport.processes.stall import ProgressPage
 
@@ -71,6 +72,13 @@ class GroupMemory:
         for fd in (store_fd, *bell_fds):
             os.set_inheritable(fd, False)
 
+    @classmethod
+    def alone(cls, progress: ProgressPage) -> Self:
+        """Of a rank that shares its group with those of other hosts only: it has a bell."""
+        with ExitStack() as until:
+            (_, memory), (_, store), (_, bell) = create(1, until)
+            return cls(0, os.dup(memory), os.dup(store), [os.dup(bell)], progress)
+
     def part(self, size: int) -> GroupMemory:
         """This rank's hold on what it shares with its neighbours alone, where each `size` ranks are a part."""
         first = self.rank // size * size
@@ -108,10 +116,14 @@ class GroupMemory:
             seconds: None for any time.
         """
         self.wait_for(peer)
+        self.sleep(is_so, seconds)
+        self.wait_for(None)
+
+    def sleep(self, is_so: Callable[[], bool], seconds: float | None = None) -> None:
+        """The same, for who tells the supervisor himself."""
         until = None if seconds is None else time.monotonic() + seconds
         while not is_so():
             left = None if until is None else max(0.0, until - time.monotonic()) * 1000
             if not self._own_bell.poll(left):
                 break
             os.read(self._bells[self._members[self.rank]], 8)
-        self.wait_for(None)

@@ -8,7 +8,7 @@ seconds, so a supervisor that was itself stopped or starved does not blame the c
 
 In a group a rank may wait for a peer, and says on its page for whom: then the peer has work, whatever it says itself,
 and the one who waits is not stuck. So the verdict falls on the end of the chain. Only ranks that wait for each other in
-a circle are judged as if they did not wait: that is a deadlock.
+a circle are judged as if they did not wait: that is a deadlock. Waiting for a rank of another host (ELSEWHERE) is none.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ TICK_SECONDS = 0.5
 COMPUTING_SHARE = 0.05  # of one core; a hung process still sends a heartbeat now and then
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 EXPECTED_TIMES = 10  # a step may take so many times what the child expected
+ELSEWHERE = 1 << 32
+"""A rank of another host, for whoever waits for it: others watch that rank, and the link between the hosts."""
 _BEATS, _BUSY, _EXPECTED_MS, _HELPER, _WAITS_FOR = range(5)
 
 
@@ -109,13 +111,14 @@ class GroupWatch:
 
     def tick(self) -> tuple[int, str] | None:
         """None, or a rank that is stuck, and why."""
-        waits = [peer if (peer := page.waits_for) in range(len(self._pages)) else None for page in self._pages]
+        said = [page.waits_for for page in self._pages]
+        waits = [peer if peer in range(len(self._pages)) else None for peer in said]
         stuck = None
         stopped = {rank for rank, watch in enumerate(self._watches) if watch.is_stopped}
         for rank, watch in enumerate(self._watches):  # all of them: each counts its ticks
             circle = _circle(rank, waits)
             circle = [] if stopped.intersection(circle) else circle  # it may open when that rank goes on
-            works = waits[rank] is None and (self._pages[rank].is_busy or rank in waits)
+            works = waits[rank] is None and said[rank] != ELSEWHERE and (self._pages[rank].is_busy or rank in waits)
             reason = watch.tick(has_work=works or bool(circle))
             if reason is not None and stuck is None:
                 ranks = ", ".join(map(str, sorted(circle)))

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 
 from wavecore.transport.errors import EngineDead
 from wavecore.transport.processes.group_memory import GroupMemory
+from wavecore.transport.wire.messages import VOTE_NUMBERS
 
 SPIN_SECONDS = 50e-6  # waiting ranks are that far apart while all have work
 MAX_NAP_SECONDS = 1e-3
-NUMBERS = 7  # of a vote
 _WORDS, _FIRST, _SLOT, _BYTES = 28, 8, 10, 8
-_COUNTED, _VOTE = struct.Struct(f"={1 + NUMBERS}Q"), struct.Struct(f"={1 + NUMBERS + 2}Q")
+_COUNTED, _VOTE = struct.Struct(f"={1 + VOTE_NUMBERS}Q"), struct.Struct(f"={1 + VOTE_NUMBERS + 2}Q")
 
 
 class VoteBoard:
@@ -41,7 +41,7 @@ class VoteBoard:
         self._deaths: dict[int, select.poll] = {}
 
     def publish(self, agreement: int, vote: Sequence[int]) -> None:
-        """Show this rank's vote: NUMBERS numbers from 0 on. The number of the agreement is written last."""
+        """Show this rank's vote: VOTE_NUMBERS numbers from 0 on. The number of the agreement is written last."""
         at, words = self._slot(self._group.rank, agreement), self._group.words
         check = zlib.crc32(_COUNTED.pack(agreement, *vote))
         _COUNTED.pack_into(self._bytes, (at + 1) * _BYTES, *vote, check)

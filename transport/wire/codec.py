@@ -46,6 +46,7 @@ BYTES_A_CONTAINER = 32  # of the structured part, at least, on average
 MAX_ITEMS = 1 << 17  # of one array or map
 MAX_DIM = 1 << 40
 MAX_COUNT = (1 << 64) - 1
+MAX_RANKS = 1 << 16
 
 
 def encode(message: messages.Message) -> Frames:
@@ -252,6 +253,16 @@ def _read_number(raw: Any) -> int:
     return int.from_bytes(raw, "little")
 
 
+def _votes(raw: Any) -> dict[int, tuple[int, ...]]:
+    if type(raw) is not dict or any(type(vote) not in (list, tuple) for vote in raw.values()):
+        raise ProtocolError("must be votes by rank")
+    votes = {ON_WIRE.whole("", rank, 0, MAX_RANKS): tuple(vote) for rank, vote in raw.items()}
+    for vote in votes.values():
+        ON_WIRE.whole("", len(vote), messages.VOTE_NUMBERS, messages.VOTE_NUMBERS)
+        ON_WIRE.numbers("", vote, 0, MAX_COUNT)
+    return votes
+
+
 _U32 = np.dtype("<u4")
 _COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
     "handles": _U32,
@@ -263,9 +274,11 @@ _COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
 # A field means the same in every message that has it.
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("epoch", "client_id"), _scalar(bytes16)),
-    **dict.fromkeys(("sent", "seen", "attempt", "call"), _whole(0, MAX_COUNT)),
-    **dict.fromkeys(("method", "error_code", "error", "code", "message", "phase"), _scalar(text)),
-    "gap": _scalar(partial(ON_WIRE.flag, "")),
+    **dict.fromkeys(("sent", "seen", "attempt", "call", "agreement"), _whole(0, MAX_COUNT)),
+    **dict.fromkeys(("method", "error_code", "error", "code", "message", "phase", "host", "kind"), _scalar(text)),
+    **dict.fromkeys(("gap", "again"), _scalar(partial(ON_WIRE.flag, ""))),
+    "rank": _whole(0, MAX_RANKS),
+    "votes": _scalar(_votes),
     **dict.fromkeys(("params", "options", "args", "resolved"), _scalar(table)),
     "handle": _whole(0, (1 << 32) - 1),
     **dict.fromkeys(

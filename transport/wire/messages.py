@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 PROTOCOL_VERSION = 3
+VOTE_NUMBERS = 7
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -273,9 +274,44 @@ class Bye:
     epoch: bytes
 
 
-Message = (
+# --- between ranks on several hosts (`io/vote_link.py`), beside Ready, Ping, Utility, Result, Dead and Bye ------------
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """First word of a rank to rank 0 of its group, repeated until Ready says that all are there.
+
+    Attributes:
+        rank: its number.
+        host: where it is, for people.
+        kind: what must be alike on all hosts, for people, too.
+    """
+
+    rank: int
+    host: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """What the sender knows of an agreement.
+
+    Attributes:
+        epoch: of the group's life.
+        votes: of some ranks, VOTE_NUMBERS whole numbers each.
+        again: the sender lacks those that are not in it, and wants an answer.
+    """
+
+    epoch: bytes
+    agreement: int
+    votes: dict[int, tuple[int, ...]]
+    again: bool = False
+
+
+OfClients = (
     Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | UnknownClient | Dead | Bye | Piece | Mark
 )
+Message = OfClients | Join | Votes
 Up = Add | Abort | Utility  # numbered, from client to engine
 Down = Step | Result  # ... and back
 Numbered = Up | Down | Piece

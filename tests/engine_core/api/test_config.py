@@ -94,7 +94,7 @@ def test_engines_that_are_started_here(given: dict[str, int], here: range) -> No
     [
         ({"data_parallel_rank": 4}, "ask for engines 4 to 4, and data_parallel_size is 4"),
         ({"data_parallel_rank": 3, "data_parallel_size_local": 2}, "ask for engines 3 to 4"),
-        ({"data_parallel_rank": 0, "dp_lockstep": True}, "dp_lockstep with data_parallel_rank: "),
+        ({"data_parallel_rank": 0, "dp_lockstep": True}, "lockstep on several hosts need data_parallel_a"),
         ({"data_parallel_rank": 0, "data_parallel_backend": "ray"}, "data_parallel_rank with data_parallel_backend"),
         ({"keys": "/keys"}, "keys /keys: they are for tcp; give address, too"),
     ],

@@ -471,6 +471,7 @@ def sleepers() -> Iterator[list[tuple[int, ProgressPage]]]:
         ([0, None, None, None], [0], 0, "ranks 0 wait for each other"),
         ([2, None, None, None], [], None, ""),  # what an idle rank says of waiting is old
         ([77, None, None, None], [0], 0, "every thread sleeps"),  # no such rank: its page is damaged
+        ([stall.ELSEWHERE, 0, None, None], [0, 1], None, ""),  # the link to that host ends the wait
     ],
 )
 def test_who_of_a_group_is_stuck(

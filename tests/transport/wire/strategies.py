@@ -60,6 +60,7 @@ def step_tokens(draw: st.DrawFn) -> m.StepTokens:
 
 
 frames = st.lists(tensors(), max_size=4).map(tuple)
+rank = st.integers(0, 1 << 16)
 sizes = hnp.arrays(np.uint32, st.integers(0, 4))
 
 messages = st.one_of(
@@ -79,6 +80,8 @@ messages = st.one_of(
     st.builds(m.Bye, token16),
     st.builds(m.Piece, token16, token16, number, st.integers(0, 1), sizes, tensors()),
     st.builds(m.Mark, token16, token16, number, number),
+    st.builds(m.Join, rank, text, text),
+    st.builds(m.Votes, token16, count, st.dictionaries(rank, st.tuples(*[count] * m.VOTE_NUMBERS), max_size=4)),
 )  # fmt: skip
 
 

@@ -58,9 +58,12 @@ class StepGraphs:
         if graph is not None:
             graph.replay()
             return
-        if self.most and part not in self._graphs:
-            self._uses[part] += 1
+        self.want(part)
         function(*args)
+
+    def want(self, *parts: Part) -> None:
+        """Count a use of each of these that has no graph."""
+        self._uses.update(part for part in parts if self.most and part not in self._graphs)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -270,8 +270,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def meet(self) -> None:
-        """Run the first step that has not run, which loads its kernels, and wait for it: padding where it is a size. No
-        request runs: a plan may have all slots, and the null block for what it writes."""
+        """Run the first step that has not run, which loads its kernels, and wait for it: padding where it is a size, for
+        which a graph is made in a later turn. No request runs: a plan may have all slots, and the null block for what
+        it writes."""
         bucket = self.unmet.popleft()
         if isinstance(bucket, StepPlan):
             self.state.block_table.zero_()
@@ -282,6 +283,8 @@ class ModelRunner:
         self.forward(bucket)
         self.sample(bucket.rows, False, False)
         self.out.send().wait()
+        if self.buckets and bucket in self.buckets.graphs:
+            self.graphs.want((self.forward, (bucket,)), (self.sample, (bucket.rows, False, False)))
 
     def _pad(self) -> None:
         """Fill the step's vector with padding, whatever size is run from it."""

@@ -27,9 +27,9 @@ from wavecore.engine_core.scheduling.step_update import update
 from wavecore.transport.errors import EngineDead, Overloaded, WavecoreError, from_code
 from wavecore.transport.wire.messages import U32, Add, FinishReason, StepTokens
 
-CAPTURE_SECONDS, OFTEN = 0.2, 8
-"""Beside requests: between two captures, each of which costs the time of two or three steps; and uses without a graph
-that are worth one."""
+CAPTURE_SECONDS, OFTEN = 0.05, 3
+"""Beside requests: between two captures, and uses without a graph that are worth one. A capture takes 11 to 22 ms; a
+step that is queued kernel by kernel 10 to 14 ms, of which a graph saves 4 to 9."""
 
 
 class EngineCore:

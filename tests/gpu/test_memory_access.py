@@ -137,6 +137,8 @@ def test_paged_attention(watched: Watched) -> None:
     attention([1, 1, 1, 63, 65, 7], [63, 64, 129, 63, 65, 128], (256, 1, 5), dtype, 64)
     for dim in (80, 96):  # heads padded in a block of 128; the last row has tiles that no query masks
         attention([1, 1, 17, 40], [1, 97, 17, 240], (dim, 1, 3), dtype, 16)
+    for dim, group in ((64, 4), (80, 3), (256, 5)):
+        attention([1] * 5 + [3], [300, 257, 290, 270, 40, 257], (dim, 2, group), dtype, 16, alike=18)
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="the tests before it must run in this process, too")
@@ -149,13 +151,20 @@ def test_that_none_is_left_out(watched: Watched) -> None:
 
 
 def attention(
-    query_lens: list[int], seq_lens: list[int], shape: tuple[int, int, int], dtype: torch.dtype, block_size: int
+    query_lens: list[int],
+    seq_lens: list[int],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    block_size: int,
+    alike: int = 0,
 ) -> None:
-    """The last block, at the end of the memory, holds the first keys of the longest row."""
+    """The last block, at the end of the memory, holds the first keys of the longest row; the first four rows begin
+    with so many blocks of it, or end in them."""
     q, kv_cache, batch = inputs(query_lens, seq_lens, shape, dtype, block_size, "cpu")
     tables, last = batch.block_tables, len(kv_cache) - 1
     first = tables[batch.seq_lens.argmax(), 0].clone()
     tables[:] = torch.where(tables == first, last, torch.where(tables == last, first, tables))
+    tables[:4, :alike] = tables[0, :alike].clone()
     there = moved((q, poisoned(kv_cache, 1, batch), 1, batch, shape[0] ** -0.5), "cuda")
     compare_attention(ops.paged_attention(*there).cpu(), q, kv_cache, batch)
 

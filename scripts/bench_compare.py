@@ -38,7 +38,6 @@ from wavecore.frontend.llm import LLM
 
 ENGINES = ("wavecore", "vllm")
 HOST_BOUND = ("single-in128-out256", "single-in8192-out16", "decode-heavy-x256", "ragged-256")
-LONG = 10.0  # seconds of a pass in which captures, of some 15 ms each, decide nothing
 SHARED_MEMORY = 0.42  # of the GPU for each engine, when both are resident
 PLACES_1024: Mapping[str, Mapping[str, Any]] = {  # vLLM's own graphs end at 512 rows
     "wavecore": {"max_num_seqs": 1024},
@@ -169,13 +168,12 @@ def serve(folder: Path, settings: Mapping[str, Any], answers: int) -> None:
 def rounds(
     engines: Mapping[str, Engine], workload: str, repeats: int
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """A first pass of each engine, then `repeats` in turn; a long pass of an engine is its only one."""
+    """A first pass of each engine, then `repeats` in turn."""
     first = {name: engine.seconds(workload) for name, engine in engines.items()}
-    seconds = {name: [first[name]] if first[name] > LONG else [] for name in engines}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(repeats):
         for name, engine in engines.items():
-            if first[name] <= LONG:
-                seconds[name].append(engine.seconds(workload))
+            seconds[name].append(engine.seconds(workload))
     return first, seconds
 
 

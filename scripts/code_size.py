@@ -28,7 +28,7 @@ SPINE = (
     "engine_core/request.py",
     "engine_core/plan.py",
 )
-BUDGET = {"spine": 4_150, "package": 21_400}
+BUDGET = {"spine": 4_150, "package": 21_900}
 DOCUMENT, PART = "ARCHITECTURE.md", "sizes"
 _NO_CODE = frozenset(
     {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

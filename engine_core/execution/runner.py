@@ -270,9 +270,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def meet(self) -> None:
-        """Run the first step that has not run, which loads its kernels, and wait for it: padding where it is a size, for
-        which a graph is made in a later turn. No request runs: a plan may have all slots, and the null block for what
-        it writes."""
+        """Run the first step that has not run, which loads its kernels, and wait for it: padding where it is a size,
+        for which a later turn makes a graph. No request runs: a plan may have all slots, and the null block for what it
+        writes."""
         bucket = self.unmet.popleft()
         if isinstance(bucket, StepPlan):
             self.state.block_table.zero_()

@@ -42,7 +42,7 @@ def draw(logits: Tensor, rows: SamplingRows) -> Tensor:
         return best
     values = _edited(logits, rows)
     cutoff = find_cutoff(values, PART) if rows.truncates else best
-    _draw[(count, parts)](values, cutoff, best, HAS_CUTOFF=rows.truncates, BLOCK=PART, num_warps=4, **EXACT)
+    _draw[(count, parts)](values, cutoff, best, HAS_CUTOFF=rows.truncates, BLOCK=PART, num_warps=2, **EXACT)
     return best
 
 

@@ -34,7 +34,8 @@ class MadeUpDevice(ScriptedRunner):
 
     now = busy_until = 0.0
 
-    def launch(self, plan: StepPlan) -> MadeUpStep:  # type: ignore[override]
+    def launch(self, plan: StepPlan | None, least: object = None) -> MadeUpStep:  # type: ignore[override]  # noqa: ARG002
+        assert plan is not None
         decode = plan.query_lens == 1  # half as much as a prompt's token: weights are read for all at once
         tokens = float((plan.query_lens * np.where(decode, 0.5, 1 + plan.starts / 30_000)).sum())
         self.busy_until = max(self.busy_until, self.now) + self.step_seconds + self.token_seconds * tokens

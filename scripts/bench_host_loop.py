@@ -37,7 +37,8 @@ SHAPES = ((1, 0), (32, 0), (256, 0), (1024, 0), (256, 10_000), (1024, 10_000))
 class FakeDevice(ScriptedRunner):
     """Gives token 7 for every row, at once."""
 
-    def launch(self, plan: StepPlan) -> FakeStep:  # type: ignore[override]
+    def launch(self, plan: StepPlan | None, least: object = None) -> FakeStep:  # type: ignore[override]  # noqa: ARG002
+        assert plan is not None
         return FakeStep(plan.num_rows)
 
 

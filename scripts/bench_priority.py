@@ -30,7 +30,8 @@ class MadeUpDevice(ScriptedRunner):
 
     now = busy_until = 0.0
 
-    def launch(self, plan: StepPlan) -> MadeUpStep:  # type: ignore[override]
+    def launch(self, plan: StepPlan | None, least: object = None) -> MadeUpStep:  # type: ignore[override]  # noqa: ARG002
+        assert plan is not None
         self.busy_until = max(self.busy_until, self.now) + STEP_SECONDS + TOKEN_SECONDS * plan.num_tokens
         return MadeUpStep(self, plan.num_rows, self.busy_until)
 

@@ -91,7 +91,7 @@ def on_several_hosts(ranks: int, keys: Path) -> Join:
     def join(rank: int) -> Iterator[VoteLink]:
         memory = GroupMemory.alone(ProgressPage(ProgressPage.create_fd()))
         place = RankPlace(address, f"127.0.0.{rank + 2}", rank, ranks)
-        with closing(VoteLink(place, keys, memory, range(rank, rank + 1), sys.exit)) as link:
+        with closing(VoteLink(place, keys, memory, range(rank, rank + 1), lambda error: sys.exit(str(error)))) as link:
             link.meet(30)
             yield link
 

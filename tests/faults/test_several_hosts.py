@@ -183,7 +183,7 @@ def test_link_that_is_cut_for_a_moment(site: Site, monkeypatch: pytest.MonkeyPat
         stream.check_finished()
 
 
-@pytest.mark.parametrize("seconds", [3.0, pytest.param(30.0, marks=slow)])
+@pytest.mark.parametrize("seconds", [pytest.param(3.0, marks=slow), pytest.param(30.0, marks=slow)])
 def test_link_that_is_cut(
     folders: Sequence[Path], tmp_path: Path, seconds: float, request: pytest.FixtureRequest
 ) -> None:

@@ -52,6 +52,7 @@ def test_a_workload_by_its_sizes() -> None:
         work_named("x3")
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     make("tiny", tmp_path / "tiny")
     (tmp_path / "site").mkdir()

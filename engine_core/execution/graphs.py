@@ -69,8 +69,10 @@ class StepGraphs:
     def uncounted(self) -> Iterator[None]:
         """What runs inside makes no graph wanted."""
         uses, self._uses = self._uses, Counter()
-        yield
-        self._uses = uses
+        try:
+            yield
+        finally:
+            self._uses = uses
 
     def wanted(self, uses: int) -> bool:
         """Some part without a graph ran so often, and there is room for its graph."""

@@ -230,7 +230,7 @@ class RunnerInfo:
 
 
 class Runner(Protocol):
-    """Runs plans on one device. `execution.runner` runs real models, `execution.scripted_runner` a scripted one."""
+    """Runs plans on one device. `execution.runner` runs real models, `scripts/scripted_runner.py` a scripted one."""
 
     info: RunnerInfo
 

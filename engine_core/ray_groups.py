@@ -66,7 +66,7 @@ def needs(config: EngineConfig, nodes: Sequence[Mapping[str, float]]) -> dict[st
     Args:
         nodes: of each living node what it has, as Ray counts it.
     """
-    on_cpu = config.device == "cpu" or config.model.startswith("scripted:")
+    on_cpu = config.device == "cpu" or config.is_scripted
     if config.device == "auto" and not any(node.get("GPU") for node in nodes):
         on_cpu = True
     return {"CPU" if on_cpu else "GPU": float(config.tensor_parallel_size)}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scripted_runner
 import torch
 from bench_client import EPOCH, VOCAB, Script, service
 from bench_detokenize import small_tokenizer
@@ -28,7 +29,6 @@ from bench_host_loop import FakeDevice
 from wavecore import LLM, SamplingParams
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.request_options import RequestOptions
-from wavecore.engine_core.execution import scripted_runner
 from wavecore.engine_core.execution.device_state import DeviceState
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.plan import RunnerInfo

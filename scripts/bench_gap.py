@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from scripted_runner import Script, ScriptedRunner
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.execution.scripted_runner import Script, ScriptedRunner
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.plan import StepPlan, StepResult
 from wavecore.engine_core.startup.factory import make_runner

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
+from scripted_runner import Script, ScriptedRunner
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.execution.scripted_runner import Script, ScriptedRunner
 from wavecore.engine_core.loop.core import OFTEN, EngineCore
 from wavecore.engine_core.loop.stats import PHASES
 from wavecore.engine_core.plan import Runner, StepPlan, StepResult

@@ -6,6 +6,8 @@ python scripts/bench_idle.py [-dp 2] [-tp 1] [--launcher wavecore] [--model scri
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import time
 from typing import get_args
 
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("--model", default="scripted:")
     parser.add_argument("--seconds", type=float, default=20.0)
     given = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # where an engine finds the scripted runner
     sizes = {"data_parallel_size": given.dp, "tensor_parallel_size": given.tp}
     with deployment(given.launcher, given.model, skip_tokenizer_init=True, **sizes) as (runtime_dir, launcher):
         assert launcher is not None

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+from scripted_runner import Script, ScriptedRunner
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.execution.scripted_runner import Script, ScriptedRunner
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.plan import StepPlan, StepResult
 from wavecore.transport.wire.messages import Add, TensorFrame

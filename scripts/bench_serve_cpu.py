@@ -185,7 +185,8 @@ def served(folder: Path, step_seconds: float, processes: int = 1) -> Iterator[tu
     command = [sys.executable, "-m", "wavecore.frontend.cli.main", "serve", f"scripted:{script}", "--port", "0"]
     command += ["--tokenizer", str(folder), "--max-num-seqs", "4096"]
     command += ["--api-server-count", str(processes)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    paths = os.pathsep.join(sys.path)  # where an engine finds the scripted runner
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths})
     try:
         assert process.stdout is not None
         found = re.search(r":(\d+);", process.stdout.readline())

@@ -1,4 +1,4 @@
-"""What the scripted model of soak.py says when nothing goes wrong; see execution/scripted_runner.py."""
+"""What the scripted model of soak.py says when nothing goes wrong; see scripted_runner.py."""
 
 from __future__ import annotations
 

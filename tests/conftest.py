@@ -27,6 +27,10 @@ if not Path("/dev/nvidiactl").exists():
 for _library in ("OMP", "OPENBLAS"):
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 
+# What tests start imports the package from here, and what runs scripted models.
+_paths = [str(TESTS.parent / folder) for folder in ("src", "scripts")]
+os.environ["PYTHONPATH"] = os.pathsep.join([*_paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+
 # Started in the background (nohup, a script's &) a process ignores these, and so would all that tests start from it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -76,9 +80,6 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in os.environ if n.startswith("WAVECORE_") and n != "WAVECORE_CACHE"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    source = str(TESTS.parent / "src")
-    path = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", f"{source}{os.pathsep}{path}" if path else source)
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,9 @@ def groups_of(
     config: EngineConfig, engines: Sequence[Sequence[Placement]], stage: str, numbers: Iterator[int]
 ) -> list[list[ChildSpec]]:
     """The processes of all engines of one model, by group; of each engine its ranks' places are given."""
-    # What a custom op's module is imported by: the paths of this program.
-    paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if config.custom_ops else {}
+    # A custom op's module, or the scripted runner, is imported by the paths of this program.
+    besides = config.custom_ops or config.is_scripted
+    paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)} if besides else {}
 
     def spec(index: int, place: Placement) -> ChildSpec:
         config_text, env = replace(config, device=place.device).to_json(), {**paths, **place.env}

@@ -36,7 +36,7 @@ class EngineConfig:
 
     Attributes:
         model: a folder in Hugging Face form, a `.gguf` file, "default" (SmolLM2-135M-Instruct), or
-            "scripted:PATH" (a JSON script for tests).
+            "scripted:PATH" (a JSON script for tests, with scripts/ of a checkout on the path).
         tokenizer: a folder or tokenizer.json; None takes the model's.
         skip_tokenizer_init: token ids in, token ids out; no text.
         served_model_name: name shown to clients, or several, of which answers have the first; None takes the model's
@@ -202,6 +202,11 @@ class EngineConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
                 "a step of all running requests would not fit; raise the one or lower the other"
             )
+
+    @property
+    def is_scripted(self) -> bool:
+        """Whether it runs no model, but what a test has written down."""
+        return self.model.startswith("scripted:")
 
     @property
     def engines_here(self) -> range:

@@ -62,7 +62,7 @@ def places(
         ConfigError: too few GPUs or CPU cores, or no such device; with both numbers.
     """
     engines, ranks, device = len(config.engines_here), config.tensor_parallel_size, config.device
-    if device == "auto" and config.model.startswith("scripted:"):
+    if device == "auto" and config.is_scripted:
         device = "cpu"
     count, number, visible = engines * ranks, cuda_number(device), visible_gpus(environ, root)
     if device == "cpu" or (device == "auto" and not visible):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Never
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import Runner
 from wavecore.engine_core.startup.compilation import compiler_beside
 from wavecore.transport.addresses import interface_of
+from wavecore.transport.errors import ModelError
 from wavecore.transport.io.vote_link import VoteLink
 from wavecore.transport.processes.group_memory import GroupMemory
 
@@ -36,10 +39,9 @@ def make_runner(
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
     """
-    if config.model.startswith("scripted:"):
-        from wavecore.engine_core.execution.scripted_runner import ScriptedRunner
-
-        return ScriptedRunner(config, progress, group=group)
+    if config.is_scripted:
+        scripted: Runner = _scripted().ScriptedRunner(config, progress, group=group)
+        return scripted
     runner = _load(config, progress, group, link)
     if group is None or config.tensor_parallel_size == 1:
         return runner
@@ -62,14 +64,20 @@ def make_worker(
     Raises:
         ModelError, ConfigError: what does not fit, and the way out.
     """
-    if config.model.startswith("scripted:"):
-        from wavecore.engine_core.execution.scripted_runner import ScriptedWorker
-
-        return ScriptedWorker(config, progress, group).run, "cpu"
+    if config.is_scripted:
+        return _scripted().ScriptedWorker(config, progress, group).run, "cpu"
     runner = _load(config, progress, group, link)
     from wavecore.engine_core.tensor_parallel.worker import Worker
 
     return Worker(runner, group.part(config.tensor_parallel_size), config.check_ranks).run, runner.info.device
+
+
+def _scripted() -> ModuleType:
+    """What runs a scripted model: for tests, and so no part of the package."""
+    try:
+        return import_module("scripted_runner")
+    except ModuleNotFoundError as error:
+        raise ModelError('model="scripted:PATH" is for tests: put scripts/ of a checkout on PYTHONPATH') from error
 
 
 def _load(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from scripted_runner import POISON, Script, ScriptedRunner
 from tests.support.scripted_model import scripted_output
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.execution.scripted_runner import POISON, Script, ScriptedRunner
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.plan import LeastSize, StepPlan, StepResult
 from wavecore.transport.wire.messages import Add, FinishReason, StepTokens, TensorFrame

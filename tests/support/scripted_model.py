@@ -53,7 +53,7 @@ def scripted_output(
     seed: int | None = None,
     **_: Any,
 ) -> tuple[list[int], FinishReason]:
-    """The tokens that a request must give if nobody disturbs it, and its end; see execution/scripted_runner.py.
+    """The tokens that a request must give if nobody disturbs it, and its end; see scripts/scripted_runner.py.
 
     Args:
         limit: tokens of prompt and output together.

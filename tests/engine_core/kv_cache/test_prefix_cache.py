@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scripted_runner import Script
 from tests.support.scheduler_driver import CLIENT, SchedulerDriver, make_add
 
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.startup.loader import choose_block_size
 from wavecore.transport.wire.messages import FinishReason, TensorFrame
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripted_runner import Script
 from tests.support.scheduler_driver import SchedulerDriver, make_add
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.plan import StepPlan, StepResult
 from wavecore.engine_core.request import Request
 from wavecore.transport.errors import Overloaded, ValidationError

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from scripted_runner import Script
 from tests.support.scheduler_driver import SchedulerDriver
 
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.loop.core import CAPTURE_SECONDS, OFTEN
 
 

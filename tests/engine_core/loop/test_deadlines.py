@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from scripted_runner import Script
 from tests.support.scheduler_driver import Clock, SchedulerDriver
 
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.transport.wire.messages import FinishReason
 
 SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=512)

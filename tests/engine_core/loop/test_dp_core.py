@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from scripted_runner import Script
 from tests.support.group_memory import make_group
 from tests.support.scheduler_driver import SchedulerDriver
 from tests.support.waiting import until
 
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.loop.core import OFTEN, EngineCore
 from wavecore.engine_core.loop.dp_proc import DPEngineCore
 from wavecore.engine_core.plan import OutOfMemory

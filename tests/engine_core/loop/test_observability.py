@@ -7,10 +7,10 @@ import logging
 import re
 
 import pytest
+from scripted_runner import Script
 from tests.support.scheduler_driver import CLIENT, SchedulerDriver
 
 from wavecore.engine_core.api.sampling_params import COUNTED_OUTPUT
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.loop import stats
 from wavecore.transport.errors import ValidationError
 

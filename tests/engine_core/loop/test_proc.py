@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_runner import Script
 from tests.support.scheduler_driver import CLIENT, SchedulerDriver, make_add
 
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.loop import proc as proc_module
 from wavecore.engine_core.loop.proc import EngineCoreProc, StopIn
 from wavecore.transport.errors import WavecoreError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from scripted_runner import Script
 from tests.support.scheduler_driver import SchedulerDriver, make_add
 
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.loop.recovery import Row, most_demanding
 from wavecore.transport.wire.messages import TensorFrame
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_runner import Script
 from tests.support.scheduler_driver import SchedulerDriver, make_add
 
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.scheduling.histograms import EDGES, Histogram
 from wavecore.transport.errors import Overloaded, ValidationError
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripted_runner import Script
 from tests.support.scheduler_driver import Clock, SchedulerDriver
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.plan import StepPlan, StepResult
 from wavecore.engine_core.scheduling import pace
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_runner import Script
 from tests.support.scheduler_driver import Clock, SchedulerDriver, make_add
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.scheduling.policy import Policy, WaitingQueue
 
 SCRIPT = Script(vocab_size=97, eos_token_id=[], max_model_len=512)

@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_runner import Script
 from tests.support.scheduler_driver import SchedulerDriver
 
 from wavecore.engine_core import plan as step_plan
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.plan import StepPlan, report_values, room_for_many
 from wavecore.transport.wire.messages import FinishReason
 

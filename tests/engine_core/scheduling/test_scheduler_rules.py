@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripted_runner import Script
 from tests.support.scheduler_driver import CLIENT, Clock, SchedulerDriver, make_add
 
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.kv_cache.transfers import Transfers
 from wavecore.engine_core.plan import NewRequest, OutOfMemory, StepPlan, StepResult
 from wavecore.engine_core.request import Request, State

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from scripted_runner import Script
 from tests.support.scheduler_driver import CLIENT, SchedulerDriver
 
-from wavecore.engine_core.execution.scripted_runner import Script
 from wavecore.engine_core.scheduling.step_output import Outputs
 from wavecore.transport.wire.messages import FinishReason, TensorFrame
 

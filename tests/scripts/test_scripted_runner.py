@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from scripted_runner import Script, ScriptedRunner
 from tests.support.scheduler_driver import SchedulerDriver, make_add
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.engine_core.execution.scripted_runner import Script, ScriptedRunner
 from wavecore.engine_core.loop.core import EngineCore
+from wavecore.engine_core.startup.factory import make_runner, make_worker
 from wavecore.transport.errors import ModelError
 
 
@@ -76,7 +77,15 @@ def test_exit_at_a_phase(how: dict[str, int], status: int, tmp_path: Path) -> No
     path.write_text(json.dumps({"faults": {"exit_at_phase": {"phase": "kv_cache", **how}}}))
     code = (
         "import sys\nfrom wavecore.engine_core.api.config import EngineConfig\n"
-        "from wavecore.engine_core.execution.scripted_runner import ScriptedRunner\nassert 'torch' not in sys.modules\n"
+        "from scripted_runner import ScriptedRunner\nassert 'torch' not in sys.modules\n"
         f"ScriptedRunner(EngineConfig(model='scripted:{path}'))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status
+
+
+def test_without_the_scripts_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package has no scripted models, and says where they are."""
+    monkeypatch.setitem(sys.modules, "scripted_runner", None)
+    for start in (make_runner, make_worker):
+        with pytest.raises(ModelError, match="put scripts/ of a checkout on PYTHONPATH"):
+            start(EngineConfig(model="scripted:"), lambda *_: None, None)  # type: ignore[arg-type]

@@ -27,7 +27,6 @@ from wavecore.transport.processes.supervisor import Supervisor
 from wavecore.transport.wire.checks import OF_REQUEST
 
 MAX_IDS = 1 << 20
-LONG_TEXT = 2_000  # characters; encoding more would hold the event loop up for milliseconds
 Started = TypeVar("Started", Service, contextlib.ExitStack)
 
 
@@ -209,10 +208,8 @@ class AsyncLLM(BaseLLM):
             self._service.client.abort(mailbox)
 
     async def _encode(self, prompt: PromptType, options: RequestOptions) -> Prompt:
-        found = as_prompt(prompt)
-        if found.text is not None and len(found.text) > LONG_TEXT:
-            return await self._service.beside_loop(partial(self._service.encode, found), options)
-        return self._service.encode(found)
+        [encoded] = await self._service.encode_for_loop([as_prompt(prompt)], options)
+        return encoded
 
 
 async def start_beside_loop(supervisor: Supervisor, start: Callable[[], Started]) -> Started:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ OnOutput = Callable[[str, str], None]
 NO_OPTIONS = RequestOptions()
 MAX_ID = 1024
 TEXT_THREADS = 4
+LONG_TEXT = 2_000  # characters; encoding more would hold an event loop up for milliseconds
 
 
 class Service:
@@ -226,6 +227,12 @@ class Service:
             self._text_threads.submit(all_are_there.wait)
         if self.tokenizer is not None:
             self._text_threads.submit(self.tokenizer.make_fast)
+
+    async def encode_for_loop(self, prompts: Sequence[Prompt], options: RequestOptions) -> list[Prompt]:
+        """The prompts with ids; long texts are encoded beside the loop, as by `beside_loop`."""
+        if sum(len(prompt.text or "") for prompt in prompts) <= LONG_TEXT:
+            return [self.encode(prompt) for prompt in prompts]
+        return [await self.beside_loop(partial(self.encode, prompt), options) for prompt in prompts]
 
     async def beside_loop(self, make: Callable[[], Prompt], options: RequestOptions) -> Prompt:
         """What `make` gives, made in a thread; all the time that it took counts for the deadlines.

@@ -28,7 +28,6 @@ from wavecore.frontend.text.messages import ChatOptions
 
 T = TypeVar("T", bound=OfModel)
 PROMPTS_A_TURN = 32
-LONG_TEXT = 2_000  # characters; encoding more beside the loop costs less than the loop's standing still
 
 
 class ApiContext:
@@ -76,12 +75,6 @@ class ApiContext:
         """
         if name is not None and name not in self.models:
             raise ModelNotFound(HTTPStatus.NOT_FOUND, f"model {name!r:.80} is not served here, but {self.model!r} is")
-
-    async def encode(self, prompts: Sequence[Prompt], options: RequestOptions) -> list[Prompt]:
-        """The prompts with ids; long texts are encoded beside the loop."""
-        if sum(len(prompt.text or "") for prompt in prompts) <= LONG_TEXT:
-            return [self.service.encode(prompt) for prompt in prompts]
-        return [await self.service.beside_loop(partial(self.service.encode, prompt), options) for prompt in prompts]
 
     async def render(self, messages: Sequence[dict[str, Any]], chat: ChatOptions, options: RequestOptions) -> Prompt:
         """A conversation as a prompt."""

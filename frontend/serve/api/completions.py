@@ -54,7 +54,7 @@ async def completions(context: ApiContext, call: HttpCall) -> None:
     most = int(context.service.resolved["max_num_queued_reqs"])
     given = prompts_of("prompt", body.prompt, params.n, most)
     parse = body.parse_special is not False
-    prompts = await context.encode([replace(prompt, parse_special=parse) for prompt in given], options)
+    prompts = await context.service.encode_for_loop([replace(prompt, parse_special=parse) for prompt in given], options)
     echoes = [_echo(context, prompt) for prompt in prompts] if body.echo else ()
     name, options_of_stream = f"cmpl-{call.id}", body.stream_options
     form = Events(SHAPE, name, context.model, params, options_of_stream, body.return_token_ids, echoes)

@@ -68,7 +68,7 @@ async def embeddings(context: ApiContext, call: HttpCall) -> None:
     body = await context.read(call, schema.EmbeddingRequest)
     options = options_of(call, body)
     prompts = prompts_of("input", body.input, 1, int(context.service.resolved["max_num_queued_reqs"]))
-    encoded = await context.encode(prompts, options)
+    encoded = await context.service.encode_for_loop(prompts, options)
     whole = partial(_vectors, context.model, body.encoding_format == "base64")
     await context.generate(call, encoded, EMBEDDING_PARAMS, replace(options, pooling=body.pooling or "mean"), whole)
 

@@ -157,7 +157,7 @@ def test_nohup(slow: list[str]) -> None:
         assert process.wait(30) == 143
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signals_again_and_again_end_at_once(slow: list[str], number: signal.Signals) -> None:
     """The engine is stopped, so that an end in order would take its time."""
     with answering(slow) as (process, engine):

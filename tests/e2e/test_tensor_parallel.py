@@ -136,6 +136,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_work(model: Pa
         LLM(model, tensor_parallel_size=3, skip_tokenizer_init=True, **SETTINGS)
 
 
+@pytest.mark.slow  # in the fast tier: tests/faults/test_tensor_parallel.py
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_stops_is_named_and_the_group_starts_again(model: Path, number: signal.Signals) -> None:
     with LLM(model, tensor_parallel_size=2, skip_tokenizer_init=True, kv_cache_memory_gib=0.01, **SETTINGS) as llm:

@@ -176,7 +176,7 @@ def test_files_that_a_cleaner_takes(deploy: Any, tmp_path: Path, address: str | 
     with deploy({"step_seconds": 0.01}, address=address) as deployed:
         run = deployed.runtime_dir
         before = deployed.engine
-        stream = deployed.stream(1, max_tokens=500)
+        stream = deployed.stream(1, max_tokens=300)
         stream.first.wait(30)
         everything = [path.name for path in run.iterdir()]
         for names in (["deployment.json"], ["lock"], [n for n in everything if n[0] in "ek"], ["."]):

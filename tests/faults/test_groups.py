@@ -121,7 +121,7 @@ def test_rank_that_raises(deploy: Any, ranks: int, rank: int) -> None:
         check_new_life(deployed, before)
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (4, 2)])
+@pytest.mark.parametrize(("ranks", "rank"), [pytest.param(2, 0, marks=pytest.mark.slow), (4, 2)])
 def test_rank_that_hangs(deploy: Any, ranks: int, rank: int) -> None:
     """A step hangs on one rank, and all ranks before it wait, each for the next.
 
@@ -158,7 +158,7 @@ def test_ranks_that_wait_for_each_other(deploy: Any) -> None:
 
 
 @pytest.mark.parametrize("seconds", [3 * QUICK.idle, pytest.param(30.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_rank_that_is_slow_to_start(deploy: Any, rank: int, seconds: float) -> None:
     """One rank takes many times longer to load than its peers and than the stuck limit.
 
@@ -243,7 +243,7 @@ def test_one_of_two_engines_dies(deploy: Any, ranks: int) -> None:
     with deploy({"step_seconds": 0.01}, **config) as deployed:
         dead, other = deployed.supervisor.deployment().engines
         until(lambda: len(deployed.llm._service.client.engines) == 2)
-        begun = [deployed.stream(i, 300) for i in range(16)]
+        begun = [deployed.stream(i, 150) for i in range(16)]
         until(lambda: all(stream.first.is_set() for stream in begun))
         streams = [*begun, *(deployed.stream(100 + i, 10) for i in range(16))]
         os.kill(dead.ranks[-1].pid, signal.SIGKILL)
@@ -261,7 +261,7 @@ def test_one_of_two_engines_dies(deploy: Any, ranks: int) -> None:
         until(lambda: len(deployed.llm._service.client.engines) == 2)
 
 
-@pytest.mark.parametrize("pairs", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pairs", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_pairs_of_deployments_at_the_same_instant(pairs: int) -> None:
     """Two deployments of an engine of two ranks are started at the same instant, again and again.
 

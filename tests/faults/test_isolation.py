@@ -85,6 +85,7 @@ def test_out_of_memory_once(deploy: Any) -> None:
         assert deployed.engine.restarts == 0
 
 
+@pytest.mark.slow  # a step of one token is tried for five seconds; test_recovery.py has a clock of its own
 def test_out_of_memory_again_and_again(deploy: Any) -> None:
     """A request needs more memory than there is, in every step that it takes part in.
 

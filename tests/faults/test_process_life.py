@@ -146,7 +146,9 @@ def gone(family: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(family, 10)[1]
 
 
-@pytest.mark.parametrize(("fork", "ranks"), [(False, 1), (False, 4), pytest.param(True, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("fork", "ranks"), [(False, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, 4), (True, 1)))]
+)
 def test_killed_program(program: Any, fork: bool, ranks: int) -> None:
     """The program that embeds the engine is killed (kill -9), even while a fork of it lives on.
 
@@ -218,7 +220,7 @@ def test_shutdown_in_a_signal_handler(program: Any) -> None:
     assert not path.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_drain(program: Any, number: signal.Signals) -> None:
     """`wavecore engine` gets SIGTERM or SIGINT while requests run.
 

@@ -95,6 +95,7 @@ def test_long_prefill_is_not_stuck(deploy: Any) -> None:
         assert deployed.engine.restarts == 0
 
 
+@pytest.mark.slow
 def test_long_prompt_on_a_slow_device(deploy: Any) -> None:
     """A prompt takes several times the stuck limit to compute on a CPU, with default settings.
 
@@ -115,7 +116,7 @@ def test_step_that_must_be_long(deploy: Any) -> None:
 
     The limit of a step knows its size: ten times what so many tokens should take.
     """
-    length = 4_000_000
+    length = 1_600_000
     script = {"max_model_len": length + 100, "num_blocks": 4000, "block_size": 1024, "token_seconds": 1e-6}
     config = {"max_num_seqs": 1, "max_num_batched_tokens": length + 1, "enable_prefix_caching": False}
     limits = Limits(ready=60, idle=5, step=0.5)

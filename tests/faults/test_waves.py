@@ -55,7 +55,7 @@ def test_killed_lockstep_rank(deploy: Any, rank: int) -> None:
     with deploy({"step_seconds": 0.01}, max_num_seqs=2, **LOCKSTEP) as deployed:
         before = engines(deployed)
         until(lambda: len(deployed.llm._service.client.engines) == 2)
-        streams = [deployed.stream(i, 300) for i in range(8)]
+        streams = [deployed.stream(i, 150) for i in range(8)]
         until(lambda: sum(bool(stream.tokens) for stream in streams) == 4)
         os.kill(before[rank].pid, signal.SIGKILL)
         failed = [stream for stream in streams if stream.end != "length"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from tests.kernels.test_compile import run
 
 
+@pytest.mark.slow  # that they compile at all, test_compile.py sees
 def test_attention_fits_and_sampling_rounds_alike(tmp_path: Path) -> None:
     """The largest blocks fit the shared memory of consumer GPUs. Every kernel of sampling computes penalised logits
     anew, so none may fuse a multiplication and an addition."""

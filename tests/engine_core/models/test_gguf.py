@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,13 @@ from tests.support.model_driver import ModelDriver, load
 from wavecore.engine_core.api.gguf_file import SUPPORTED, read_gguf
 from wavecore.transport.errors import ModelError, NotSupportedError
 
-CASES = [("llama", kind.name) for kind in sorted(SUPPORTED)]
-CASES += [(arch, kind) for arch in ("qwen2", "qwen3") for kind in ("F32", "Q4_0", "Q8_0", "Q6_K")]
+CASES: list[Any] = [("llama", kind.name) for kind in sorted(SUPPORTED)]
+SLOW = pytest.mark.slow
+CASES += [
+    pytest.param(arch, kind, marks=SLOW if kind in ("Q4_0", "Q6_K") else ())
+    for arch in ("qwen2", "qwen3")
+    for kind in ("F32", "Q4_0", "Q8_0", "Q6_K")
+]
 
 
 @pytest.mark.parametrize(("arch", "kind"), CASES)

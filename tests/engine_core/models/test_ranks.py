@@ -34,6 +34,14 @@ EVERYTHING = (
     SamplingParams(temperature=1.0, seed=6, max_tokens=12, bad_words_token_ids=[[7], [9, 11]], stop_token_ids=[20]),
 )
 
+SLOW = pytest.mark.slow
+# They differ from another case in what each rank has whole: frequencies, windows.
+CUT_AS_OTHERS = {
+    *("linear scaling", "yarn scaling", "dynamic scaling below the limit", "mistral without window"),
+    *("qwen2 with windows", "gemma3 with biases, both ropes scaled", "llama that is told of windows"),
+    *("mistral that is told of biases", "phi3 partial rotary", "phi3 long rope"),
+}
+
 
 def outputs(model: Path, ranks: int, **settings: Any) -> list[Output]:
     engine = ModelEngine(model, ranks, **settings)
@@ -63,7 +71,7 @@ def assert_same(ours: list[Output], theirs: list[Output]) -> None:
             np.testing.assert_allclose(one.pooled, other.pooled, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=SLOW if case in CUT_AS_OTHERS else ()) for case in CASES])
 def test_every_family_over_two_ranks(tmp_path: Path, case: str) -> None:
     """Ragged prompts in chunks, windows, all sampling options, log-probabilities, embeddings."""
     model = make(tmp_path, case)
@@ -162,7 +170,7 @@ def test_ranks_hold_each_weight_once(tmp_path: Path, size: int) -> None:
         torch.testing.assert_close(joined, whole[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
 def test_out_of_memory_at_each_collective_of_each_rank(wide: Path, rank: int) -> None:
     """The rank still takes part in what the other one waits for; the step is rolled back and tried again, on both."""
 

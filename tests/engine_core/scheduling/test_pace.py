@@ -70,17 +70,19 @@ def decoding(driver: Timed, count: int) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("rows", [4, 64])
-@pytest.mark.parametrize(("base", "a_token"), [(0.04, 1.6e-3), (0.012, 50e-6)])
-def test_a_long_prompt_does_not_stop_decoding_rows(rows: int, base: float, a_token: float, asynchronous: bool) -> None:
+@pytest.mark.parametrize(("base", "a_token", "length"), [(0.04, 1.6e-3, 6_000), (0.012, 50e-6, 30_000)])
+def test_a_long_prompt_does_not_stop_decoding_rows(
+    rows: int, base: float, a_token: float, length: int, asynchronous: bool
+) -> None:
     """A CPU and a GPU; without the target the gap is that of a whole budget."""
     script = replace(LONG, token_seconds=2 * a_token)
     driver = Timed(base, a_token, script=script, max_num_seqs=80, async_scheduling=asynchronous)
     decoding(driver, rows)
-    driver.add(900, [5] * 30_000, max_tokens=2)
+    driver.add(900, [5] * length, max_tokens=2)
     first = driver.first_token_after(900)
     gaps = np.concatenate([driver.gaps[handle] for handle in range(rows)])
     assert np.percentile(gaps, 99) < max(0.25, 2.2 * (base + rows * a_token)) and gaps.max() < 0.35
-    assert first < 2.4 * 45_000 * a_token + 1.0, "the prompt moves on"
+    assert first < 2.4 * 1.5 * length * a_token + 1.0, "the prompt moves on"
 
 
 def test_without_a_target_prompts_get_the_whole_budget() -> None:
@@ -127,7 +129,7 @@ def test_how_long_decoding_takes_is_seen_under_steady_load_too() -> None:
 def test_steps_without_prompt_tokens_stop_nobody(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where decoding rows cannot run, because blocks are short."""
     monkeypatch.setattr(pace, "PROBE_STEPS", 1)
-    for seed in range(40):
+    for seed in range(16):
         rng = random.Random(seed)
         script = Script(vocab_size=97, eos_token_id=[], max_model_len=64, num_host_blocks=20)
         driver = SchedulerDriver(

@@ -61,7 +61,9 @@ def test_messages_sent_while_the_engine_is_gone_do_not_reach_its_successor(make_
 
 
 @pytest.mark.usefixtures("quick_clocks")
-@pytest.mark.parametrize("seconds", [0.2, 1.3])  # of 0.5 until the client says that it hears nothing
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(0.2, marks=pytest.mark.slow), 1.3]
+)  # of 0.5 until the client says that it hears nothing
 def test_stopped_engine_goes_on_where_it_was(
     make_process: Any, make_client: Any, stop_for: Callable[[Any, float], None], seconds: float
 ) -> None:

@@ -5,8 +5,9 @@ A socket is used by one thread only; a context is shared. The thread that starts
 
 from __future__ import annotations
 
+import sys
+
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from wavecore.transport.addresses import parse_address
 from wavecore.transport.curve import CurveClient, CurveServer
@@ -140,9 +141,10 @@ class Monitor:
     def next(self) -> int | None:
         """The next event (a zmq.EVENT_ number), or None."""
         try:
-            return int(recv_monitor_message(self.channel, zmq.NOBLOCK)["event"])
+            event, _ = self.channel.recv_multipart(zmq.NOBLOCK)  # 16 bits, then a value; and whose (zmq_socket_monitor)
         except zmq.Again:
             return None
+        return int.from_bytes(event[:2], sys.byteorder)
 
     def close(self) -> None:
         self._socket.disable_monitor()

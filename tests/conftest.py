@@ -31,6 +31,9 @@ for _library in ("OMP", "OPENBLAS"):
 _paths = [str(TESTS.parent / folder) for folder in ("src", "scripts")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*_paths, *filter(None, [os.environ.get("PYTHONPATH")])])
 
+# A program that compiles every module again takes a third longer to import them, and tests start hundreds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Started in the background (nohup, a script's &) a process ignores these, and so would all that tests start from it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

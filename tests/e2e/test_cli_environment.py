@@ -106,7 +106,10 @@ def test_input_that_is_no_text_or_closed(flags: list[str]) -> None:
     assert shell("wavecore chat ARGS <&-", *flags).returncode == 0
 
 
-@pytest.mark.parametrize(("folder", "words"), [("/proc/nowhere", "No such file"), ("/etc/passwd", "File exists")])
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [("/proc/nowhere", "No such file"), pytest.param("/etc/passwd", "File exists", marks=pytest.mark.slow)],
+)
 def test_a_cache_that_cannot_be_made(folder: str, words: str) -> None:
     done = shell(f"WAVECORE_CACHE={folder} wavecore generate hi")
     assert done.returncode == 3

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.support.environment import environment
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,6 +32,7 @@ def launched() -> set[str]:
     return {name for names in files.values() for name in names}
 
 
+@pytest.mark.slow  # the start below compiles all but one
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     compiled = set(run("compile_for_hopper.py", tmp_path).split())
     assert compiled == launched()

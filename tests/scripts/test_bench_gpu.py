@@ -10,6 +10,7 @@ from floors import Floor
 from make_checkpoint import make
 
 from wavecore.frontend.cli.bench import BenchReport
+from wavecore.frontend.cli.workload import random_work
 
 
 def report(seconds: float, preemptions: int = 0) -> BenchReport:
@@ -55,11 +56,12 @@ def test_requests_are_cut() -> None:
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     make("tiny", tmp_path / "tiny")
     monkeypatch.setitem(bench_gpu.SETTINGS, "device", "cpu")
-    workloads = ["--only", "prefill-heavy-x128", "--only", "shared-prefix-16x32"]
+    monkeypatch.setitem(bench_gpu.WORKLOADS, "x128-in512-out8", lambda: random_work(128, (512, 512), (8, 8)))
+    workloads = ["--only", "x128-in512-out8", "--only", "shared-prefix-16x32"]
     bench_gpu.main([str(tmp_path / "tiny"), *workloads, "--max-requests", "2"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [len(row) for row in rows] == [len(bench_gpu.COLUMNS)] * 4
-    assert rows[2][:5] == ["tiny", "prefill-heavy-x128, first 2", "2", "8,192", "16"]
+    assert rows[2][:5] == ["tiny", "x128-in512-out8, first 2", "2", "1,024", "16"]
     assert rows[3][:5] == ["tiny", "shared-prefix-16x32, first 2", "2", "4,224", "128"]
     assert 8 <= int(rows[2][10]) <= 16, "eight steps for both together, or for one after the other"

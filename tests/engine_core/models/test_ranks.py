@@ -85,7 +85,7 @@ def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return save_model(tmp_path_factory.mktemp("wide"), config)
 
 
-@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), (4, 1), (8, 1)])
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), pytest.param(4, 1, marks=SLOW), (8, 1)])
 def test_more_ranks_than_kv_heads(wide: Path, ranks: int, kv_heads: int) -> None:
     """211 tokens of vocabulary divide by no number of ranks."""
     assert_same(outputs(wide, ranks), outputs(wide, 1))

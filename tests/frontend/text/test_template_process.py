@@ -189,7 +189,10 @@ def run(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "end",
+    ["sys.exit(0)", pytest.param("os._exit(0)", marks=pytest.mark.slow), "os.kill(os.getpid(), signal.SIGKILL)"],
+)
 def test_a_process_ends_with_its_program(end: str) -> None:
     pid = int(run(f"print(pid, flush=True); {end}"))
     until(lambda: not psutil.pid_exists(pid), "the end of the process")

@@ -148,12 +148,7 @@ class AsyncLLM(BaseLLM):
         """The model's tokenizer; NotSupportedError where there is none (skip_tokenizer_init)."""
         return self._service.need_tokenizer("get_tokenizer")
 
-    async def check_health(self) -> None:
-        """Raises:
-        EngineDead: no engine takes requests; with the cause.
-        """
-        self._service.client.check_health()
-
+    check_health = beside_loop(Inspection.check_health)
     reset_prefix_cache = beside_loop(Inspection.reset_prefix_cache)
     pause = beside_loop(Inspection.pause)
     resume = beside_loop(Inspection.resume)

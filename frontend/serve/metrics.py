@@ -38,10 +38,12 @@ logger = logging.getLogger(__name__)
 ROWS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("metrics.json").read_text("utf-8"))
 """Kind -> metrics. `key`: of the utility `metrics`, "KEY.KEY" in a mapping. `name`, `vllm`: ours and vLLM's, where it
 has one. `label`: of a mapping, what its keys are; `known` ones are shown from the start."""
+FACTS = ROWS.pop("facts")
+"""What no engine has counted: `key`: of `Metrics._facts`."""
 KINDS = {"counters": CounterMetricFamily, "gauges": GaugeMetricFamily, "histograms": HistogramMetricFamily}
 PREFIXES = {"name": "wavecore_", "vllm": "vllm:"}
 LABELS = ("model_name", "engine")
-CACHE_LABELS = {"block_size": "block_size", "num_gpu_blocks": "num_blocks", "num_cpu_blocks": "num_host_blocks"}
+CACHE = ("block_size", "num_blocks", "num_host_blocks")  # of what an engine resolved
 HTTP_SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 THRESHOLDS = {"kv_cache_usage": 0.95, "queue_usage": 0.8, "age_seconds": 5.0}
 """What is above them is shown and logged."""
@@ -180,23 +182,17 @@ class Metrics(Collector):
                 yield metric
 
     def _facts(self) -> Iterator[Metric]:
-        """What no engine has counted."""
-        up = self._client.engines
-        rows = [((self._model_name, str(entry.index)), entry) for entry in self._entries]
-        about = {"name": "engine_up", "about": "1: it takes requests."}
-        yield from self._spelled(GaugeMetricFamily, about, LABELS, [(v, (e.index in up,)) for v, e in rows])
-        about = {"name": "engine_restarts", "about": "Starts after the first one."}
-        yield from self._spelled(CounterMetricFamily, about, LABELS, [(v, (e.restarts,)) for v, e in rows])
-        about = {"name": "threshold", "about": "What is above it is logged."}
-        limits = [([name], (limit,)) for name, limit in THRESHOLDS.items()]
-        yield from self._spelled(GaugeMetricFamily, about, ["threshold"], limits)
-        about = {"name": "cache_config_info", "vllm": "cache_config_info", "about": "The KV cache."}
-        facts = [str(self._client.resolved[name]) for name in CACHE_LABELS.values()]
-        infos = [((self._model_name, str(index), *facts), (1,)) for index in up]
-        yield from self._spelled(GaugeMetricFamily, about, (*LABELS, *CACHE_LABELS), infos)
-        about = {"vllm": "lora_requests_info", "about": "There are no adapters."}  # a router that asks wants an answer
-        lora = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-        yield from self._spelled(GaugeMetricFamily, about, lora, [(("0", "", ""), (time.time(),))])
+        up, model = self._client.engines, self._model_name
+        cache = [str(self._client.resolved[name]) for name in CACHE]
+        samples: dict[str, list[tuple[Any, Any]]] = {
+            "up": [((model, str(entry.index)), (entry.index in up,)) for entry in self._entries],
+            "restarts": [((model, str(entry.index)), (entry.restarts,)) for entry in self._entries],
+            "thresholds": [([name], (limit,)) for name, limit in THRESHOLDS.items()],
+            "cache": [((model, str(index), *cache), (1,)) for index in up],
+            "adapters": [(("0", "", ""), (time.time(),))],  # a router that asks for them wants an answer
+        }
+        for row in FACTS:
+            yield from self._spelled(KINDS[row["kind"]], row, row["labels"], samples[row["key"]])
 
 
 def _buckets(histogram: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -9,6 +9,7 @@ Block 0 is the null block: never handed out, never freed; padded rows and unused
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 NULL_BLOCK = 0
@@ -19,19 +20,20 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = max(num_blocks, 1)
-        self.num_free = self.num_blocks - 1
         self.evictions = 0
         self._refs = [0] * self.num_blocks
         self._hash: list[bytes | None] = [None] * self.num_blocks
         self._block_of: dict[bytes, int] = {}
-        # Doubly linked list over block ids with O(1) removal; the null block is head and tail at once.
-        self._next = [(i + 1) % self.num_blocks for i in range(self.num_blocks)]
-        self._prev = [(i - 1) % self.num_blocks for i in range(self.num_blocks)]
+        self._free = OrderedDict[int, None].fromkeys(range(1, self.num_blocks))  # as it says above, the first one first
 
     @property
     def usable(self) -> int:
         """Blocks that can be handed out at all."""
         return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
 
     @property
     def num_cached(self) -> int:
@@ -58,10 +60,8 @@ class BlockPool:
 
     def allocate(self) -> int:
         """Take the first free block, with one reference; its old content leaves the map here and not earlier."""
-        assert self.num_free, "no block is free"
-        block = self._next[NULL_BLOCK]
-        self._unlink(block)
-        self.num_free -= 1
+        assert self._free, "no block is free"
+        block, _ = self._free.popitem(last=False)
         if self._hash[block] is not None:
             self.evictions += 1
             self.forget(block)
@@ -72,8 +72,7 @@ class BlockPool:
         """One more reference to each block; a free one leaves the free list with its content."""
         for block in blocks:
             if self._refs[block] == 0:
-                self._unlink(block)
-                self.num_free -= 1
+                del self._free[block]
             self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -83,11 +82,9 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} released more often than acquired"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                self.num_free += 1
+                self._free[block] = None
                 if self._hash[block] is None:
-                    self._link_after(block, NULL_BLOCK)
-                else:
-                    self._link_after(block, self._prev[NULL_BLOCK])
+                    self._free.move_to_end(block, last=False)
 
     def register(self, block: int, digest: bytes) -> bool:
         """Make `block` findable. False when it has a hash already or another block holds the same content."""
@@ -110,30 +107,13 @@ class BlockPool:
 
     def check_integrity(self, expected_refs: dict[int, int]) -> None:
         """Recount everything; AssertionError names the first difference. `expected_refs`: block -> owners counted."""
-        free: list[int] = []
-        block = self._next[NULL_BLOCK]
-        while block != NULL_BLOCK:
-            assert self._prev[self._next[block]] == block, f"free list broken at block {block}"
-            free.append(block)
-            assert len(free) < self.num_blocks, "free list has a cycle"
-            block = self._next[block]
-        assert len(free) == self.num_free, f"{len(free)} blocks on the free list, {self.num_free} counted"
-        on_list = set(free)
         assert self._refs[NULL_BLOCK] == 0 and self._hash[NULL_BLOCK] is None, "the null block was used"
         for block in range(1, self.num_blocks):
             owners = expected_refs.get(block, 0)
             assert self._refs[block] == owners, f"block {block}: {self._refs[block]} references, {owners} owners"
-            assert (owners == 0) == (block in on_list), f"block {block}: {owners} owners, free: {block in on_list}"
+            assert (owners == 0) == (block in self._free), (
+                f"block {block}: {owners} owners, free: {block in self._free}"
+            )
         assert NULL_BLOCK not in expected_refs, "the null block has an owner"
         held = {digest: block for block, digest in enumerate(self._hash) if digest is not None}
         assert held == self._block_of, "prefix map and the blocks' hashes differ"
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before] = after
-        self._prev[after] = before
-
-    def _link_after(self, block: int, before: int) -> None:
-        after = self._next[before]
-        self._next[before] = self._prev[after] = block
-        self._prev[block], self._next[block] = before, after

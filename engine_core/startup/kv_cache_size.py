@@ -34,7 +34,7 @@ from wavecore.engine_core.startup.warm_up import warm_up
 logger = logging.getLogger(__name__)
 
 MOST_CACHED = 1 << 20
-"""Blocks that are worth having for cached prefixes alone: each takes a hundred bytes of host memory."""
+"""Blocks that are worth having for cached prefixes alone: each takes 140 bytes of host memory."""
 
 
 def most_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:

@@ -8,6 +8,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -22,6 +23,7 @@ from wavecore.frontend.client.service import Service
 from wavecore.frontend.prompts import PromptType, as_prompt
 from wavecore.transport.errors import EngineDead, NotSupportedError, ValidationError, WavecoreError
 from wavecore.transport.wire.checks import OF_REQUEST
+from wavecore.transport.wire.messages import Result
 from wavecore.transport.wire.tensors import to_numpy
 
 P = ParamSpec("P")
@@ -34,8 +36,24 @@ LEAST_PIXELS = 512
 COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], np.float32)
 
 
+def start_calls(client: EngineClient, method: str, timeout: float = 60.0, **args: Any) -> dict[int, Future[Result]]:
+    """A call of all engines that are up, by their index; a pause or its end is a call of one, which asks the others.
+
+    Raises:
+        EngineDead: no engine is up.
+        NotSupportedError: a pause of engines that do not run in lockstep.
+    """
+    client.check_health()
+    asked = client.engines
+    if method in ("pause", "resume"):
+        if not client.resolved.get("lockstep"):
+            raise NotSupportedError(f"{method}() is for engines that run in lockstep; start with dp_lockstep")
+        asked = asked[:1]
+    return {index: client.call(method, args, engine=index, timeout=timeout) for index in asked}
+
+
 def call_all(client: EngineClient, method: str, timeout: float = 60.0, **args: Any) -> dict[int, Any]:
-    """The answers of all engines that are up, by their index.
+    """The answers to `start_calls`.
 
     Args:
         timeout: seconds.
@@ -44,34 +62,18 @@ def call_all(client: EngineClient, method: str, timeout: float = 60.0, **args: A
         EngineDead, RequestTimeout: no engine is up, or one did not answer.
         ValidationError: no such method, or wrong arguments.
     """
-    client.check_health()
-    futures = {index: client.call(method, args, engine=index, timeout=timeout) for index in client.engines}
-    return {index: future.result().value for index, future in futures.items()}
+    return {index: call.result().value for index, call in start_calls(client, method, timeout, **args).items()}
 
 
 def answers(client: EngineClient, seconds: float, method: str, **args: Any) -> dict[int, Any]:
     """As `call_all`, by index, of those engines that answer in time."""
-    calls, found = {}, {}
+    calls, found = dict[int, Future[Result]](), {}
     with suppress(EngineDead):  # none is there just now
-        calls = {index: client.call(method, args, engine=index, timeout=seconds) for index in client.engines}
+        calls = start_calls(client, method, seconds, **args)
     for index, call in calls.items():
         with suppress(WavecoreError):
             found[index] = call.result().value
     return found
-
-
-def check_lockstep(client: EngineClient, method: str) -> None:
-    """Raises:
-    NotSupportedError: the engines do not run in lockstep, which `method` is for.
-    """
-    if not client.resolved.get("lockstep"):
-        raise NotSupportedError(f"{method}() is for engines that run in lockstep; start with dp_lockstep")
-
-
-def ask_group(service: Service, method: str) -> None:
-    """Call a method of all ranks in lockstep: of one, which asks the others."""
-    check_lockstep(service.client, method)
-    service.client.call(method).result()
 
 
 class Inspection:
@@ -102,7 +104,7 @@ class Inspection:
         Raises:
             NotSupportedError: the engines do not run in lockstep.
         """
-        ask_group(self._service, "pause")
+        call_all(self._service.client, "pause")
 
     def resume(self) -> None:
         """End a pause, whoever began it.
@@ -110,7 +112,7 @@ class Inspection:
         Raises:
             NotSupportedError: the engines do not run in lockstep.
         """
-        ask_group(self._service, "resume")
+        call_all(self._service.client, "resume")
 
     def update_weights(self, path: str | Path) -> None:
         """Load other weights of the same model into all engines, between two steps; in lockstep, in a pause of all.

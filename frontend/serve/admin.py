@@ -35,7 +35,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from wavecore.frontend.client.client import EngineClient
-from wavecore.frontend.client.utilities import check_lockstep, merged_trace
+from wavecore.frontend.client.utilities import merged_trace, start_calls
 from wavecore.frontend.serve.listener import listen_at_file
 from wavecore.frontend.serve.metrics import Metrics
 from wavecore.transport.errors import ResourceError, WavecoreError
@@ -107,14 +107,9 @@ class Admin:
 async def _answer(client: EngineClient, request: Request) -> JSONResponse:
     _, method, args = CALLS[request.url.path]
     try:
-        client.check_health()
-        up = client.engines
-        if method in ("pause", "resume"):
-            check_lockstep(client, method)
-            up = up[:1]  # which asks the others
-        calls = [client.call(method, args, engine=index, timeout=CALL_SECONDS) for index in up]
-        results = await asyncio.gather(*map(asyncio.wrap_future, calls))
-        values = {index: result.value for index, result in zip(up, results, strict=True)}
+        calls = start_calls(client, method, CALL_SECONDS, **args)
+        results = await asyncio.gather(*map(asyncio.wrap_future, calls.values()))
+        values = {index: result.value for index, result in zip(calls, results, strict=True)}
     except WavecoreError as error:
         status = HTTPStatus.BAD_REQUEST if isinstance(error, ValueError) else HTTPStatus.SERVICE_UNAVAILABLE
         return JSONResponse({"error": str(error)}, status)

@@ -13,7 +13,7 @@ from typing import get_args
 from documents import ROOT
 
 from wavecore.engine_core.api.config import EngineConfig
-from wavecore.frontend.cli.parser import setting_help
+from wavecore.frontend.cli.parser import field_help
 
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """# Settings
@@ -47,7 +47,7 @@ def default_of(value: object) -> str:
 
 
 def page() -> str:
-    told = setting_help()
+    told = field_help(EngineConfig)
     names = [field.name for field in fields(EngineConfig)]
     if missing := [name for name in names if name not in told]:
         raise SystemExit(f"EngineConfig's docstring says nothing of {', '.join(missing)}")

@@ -90,7 +90,7 @@ class CurveClient:
     pair: KeyPair
 
     def __post_init__(self) -> None:
-        if not _is_key(self.server_key):
+        if len(self.server_key) != 40 or _public(self.server_key) is None:
             raise ConfigError(f"a CURVE server key has 40 characters of z85, not {self.server_key!r:.60}")
 
     @classmethod
@@ -120,10 +120,6 @@ def _public(secret: bytes) -> bytes | None:
         return zmq.curve_public(secret)
     except zmq.ZMQError:
         return None
-
-
-def _is_key(text: bytes) -> bool:
-    return len(text) == 40 and _public(text) is not None
 
 
 def create_keys(keys_dir: Path, guest: str = "") -> str:

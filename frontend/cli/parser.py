@@ -175,7 +175,7 @@ class CommandParser:
         for name, (kind, _, about) in self._options.items():
             _explain(parser, name, kind, about)
         group = parser.add_argument_group("settings of the engine, each with its variable in the environment")
-        abouts = setting_help()
+        abouts = field_help(EngineConfig)
         for name, kind in get_type_hints(EngineConfig).items():
             about = f"{abouts[name]} ({ENVIRONMENT}{name.upper()}, default: {SETTINGS[name]})"
             _explain(group, name, kind, about)
@@ -217,10 +217,10 @@ def _is_value(word: str) -> bool:
     return not word.startswith("-") or bool(re.fullmatch(r"-|-\.?\d.*", word))
 
 
-def setting_help() -> dict[str, str]:
-    """Setting -> its lines in EngineConfig's docstring."""
+def field_help(cls: type) -> dict[str, str]:
+    """Field of a dataclass -> its lines in the docstring."""
     found: dict[str, str] = {}
-    for names, text in re.findall(r"^ {8}(\w[\w, ]*): (.+(?:\n {12}.+)*)", EngineConfig.__doc__ or "", re.MULTILINE):
+    for names, text in re.findall(r"^ {8}(\w[\w, ]*): (.+(?:\n {12}.+)*)", cls.__doc__ or "", re.MULTILINE):
         found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
     return found
 

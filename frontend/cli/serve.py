@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from wavecore.engine_core.api.config import OF_SETTING
+from wavecore.engine_core.api.fields import defaults
 from wavecore.frontend.cli.generate import add_attach
-from wavecore.frontend.cli.parser import CommandParser, settings
+from wavecore.frontend.cli.parser import CommandParser, field_help, settings
 from wavecore.frontend.client.service import make_supervisor
 from wavecore.frontend.progress_bars import StartBar
 from wavecore.frontend.serve.listener import is_reachable_from_outside, listen, listen_at_file, url_of
@@ -27,6 +28,8 @@ from wavecore.transport.wire.checks import MAX_TEXT
 KEY_VARIABLE = "WAVECORE_API_KEY"
 MAX_API_SERVERS = 64
 MAX_PORT = 65535
+PASSED_ON = ("metrics_compat", "ssl_keyfile", "ssl_certfile", "write_timeout", "max_body_bytes")
+"""Options that are fields of `ServerConfig`, which has their defaults and what is said of them."""
 
 
 def run(args: Sequence[str]) -> int:
@@ -40,11 +43,9 @@ def run(args: Sequence[str]) -> int:
     add_attach(parser)
     parser.option("api_server_count", int, 1, "processes that listen and speak HTTP")
     parser.option("chat_template", str, "", "jinja2 text in place of the model's template, or the file of one")
-    parser.option("metrics_compat", str, "vllm", "vllm: /metrics has vLLM's names as well; none: ours alone")
-    parser.option("ssl_keyfile", str, None, "key of TLS, in PEM form")
-    parser.option("ssl_certfile", str, None, "its certificate")
-    parser.option("write_timeout", float, 60.0, "seconds until a reader that takes nothing is cut off")
-    parser.option("max_body_bytes", int, 32 << 20, "largest request")
+    usual, abouts = defaults(ServerConfig), field_help(ServerConfig)
+    for name in PASSED_ON:
+        parser.option(name, type(usual[name] or ""), usual[name], abouts[name])
     values = parser.parse(args)
     engine = settings(values)
     config = _config(values, engine.shutdown_timeout)
@@ -87,13 +88,9 @@ def _config(values: Namespace, shutdown_timeout: float) -> ServerConfig:
         attach=values.attach,
         api_keys=tuple(key.strip() for key in keys if key.strip()),
         chat_template=_text("--chat-template", template) if template and "{" not in template else template or None,
-        max_body_bytes=values.max_body_bytes,
-        write_timeout=values.write_timeout,
         shutdown_timeout=shutdown_timeout,
         tokenizer=values.tokenizer if values.attach else None,
-        metrics_compat=values.metrics_compat,
-        ssl_keyfile=values.ssl_keyfile,
-        ssl_certfile=values.ssl_certfile,
+        **{name: getattr(values, name) for name in PASSED_ON},
     )
 
 

@@ -76,11 +76,7 @@ class DeploymentWatch:
 
     def _plan(self, delay: float) -> None:
         self._planned = this = object()
-        self._pump.call_later(delay, lambda: self._look_as_planned(this))
-
-    def _look_as_planned(self, planned: object) -> None:
-        if planned is self._planned:
-            self.look()
+        self._pump.call_later(delay, lambda: self.look() if this is self._planned else None)
 
     def _read(self) -> Deployment | None:
         """The file, as far as it speaks of the engines that were there when this client was made.

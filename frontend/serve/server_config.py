@@ -21,13 +21,13 @@ class ServerConfig:
         runtime_dir: folder of the operator's sockets; empty for the first of `attach`.
         api_keys: who gives one of them may enter; empty lets everybody in.
         chat_template: jinja2 text in place of the model's.
-        max_body_bytes: of a request; a larger one is refused while it is read.
-        write_timeout: seconds without progress after which a reader that stopped is cut off.
+        max_body_bytes: largest request; a larger one is refused while it is read.
+        write_timeout: seconds until a reader that takes nothing is cut off.
         shutdown_timeout: seconds for running requests to finish at the end.
         tokenizer: a folder or tokenizer.json; None takes the engines'.
         index: number of the API process.
         metrics_compat: "vllm" shows vLLM's names in /metrics as well, "none" ours alone.
-        ssl_keyfile, ssl_certfile: files in PEM form; both or none.
+        ssl_keyfile, ssl_certfile: key of TLS and its certificate, in PEM form; both or none.
     """
 
     attach: tuple[str, ...]

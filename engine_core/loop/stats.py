@@ -1,15 +1,15 @@
 """Where the time of the loop goes and how the cache and the queue do: for `--log-stats`, `stats`, `metrics`, the trace.
 
-The trace is a ring buffer of the last turns, exported as a Chrome trace (chrome://tracing, Perfetto).
+The trace is of the last turns, in the form of Chrome (chrome://tracing, Perfetto).
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
-
-import numpy as np
 
 from wavecore.engine_core.scheduling.histograms import PHASE_SECONDS, TOKENS, Histogram
 from wavecore.engine_core.scheduling.requests import Requests
@@ -26,7 +26,7 @@ class Stats:
     """Sums over turns of the loop since the start and since the last log line, and the last turns one by one."""
 
     def __init__(self, requests: Requests, log: bool) -> None:
-        self._ring = np.zeros((MAX_TURNS, 1 + len(PHASES) + len(GAUGES)))
+        self._last = deque[tuple[float, ...]](maxlen=MAX_TURNS)  # times of a turn, then GAUGES
         self._turns = 0
         self._requests = requests
         self._log = log
@@ -45,7 +45,7 @@ class Stats:
             self._tokens.add(tokens)
         requests = self._requests
         gauges = (requests.num_running, len(requests.waiting), requests.kv.device.num_free, requests.totals.preemptions)
-        self._ring[self._turns % MAX_TURNS] = (*times, rows, tokens, *gauges)
+        self._last.append((*times, rows, tokens, *gauges))
         self._turns += 1
         if self._log and times[-1] >= self._log_at:
             if self._log_at:
@@ -99,16 +99,15 @@ class Stats:
 
     def chrome_trace(self) -> dict[str, Any]:
         """{"traceEvents": [...]}: one complete event a phase and one counter event a turn, oldest first."""
-        first = max(0, self._turns - MAX_TURNS)
         events: list[dict[str, Any]] = []
-        for turn in range(first, self._turns):
-            times = self._ring[turn % MAX_TURNS, : 1 + len(PHASES)] * 1e6
-            gauges = dict(zip(GAUGES, self._ring[turn % MAX_TURNS, 1 + len(PHASES) :].tolist(), strict=True))
+        for turn, numbers in enumerate(self._last, self._turns - len(self._last)):
+            times = [1e6 * seconds for seconds in numbers[: 1 + len(PHASES)]]
+            gauges = dict(zip(GAUGES, numbers[len(times) :], strict=True))
             common = {"pid": 1, "tid": 1, "cat": "step"}
-            for name, start, end in zip(PHASES, times.tolist(), times[1:].tolist(), strict=False):
+            for name, (start, end) in zip(PHASES, pairwise(times), strict=True):
                 event = {"name": name, "ph": "X", "ts": start, "dur": end - start, **common}
                 events.append({**event, "args": {"turn": turn, "rows": gauges["rows"], "tokens": gauges["tokens"]}})
-            events.append({"name": "load", "ph": "C", "ts": float(times[0]), **common, "args": gauges})
+            events.append({"name": "load", "ph": "C", "ts": times[0], **common, "args": gauges})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

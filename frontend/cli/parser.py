@@ -160,8 +160,7 @@ class CommandParser:
 
     @cached_property
     def _switches(self) -> frozenset[str]:
-        kinds = {**get_type_hints(EngineConfig), **{name: kind for name, (kind, _, _) in self._options.items()}}
-        return compat.FOREIGN_SWITCHES | {name for name, kind in kinds.items() if kind is bool}
+        return compat.SWITCHES | {name for name, (kind, _, _) in self._options.items() if kind is bool}
 
     def _read(self, name: str, text: str) -> Any:
         read, what = KINDS[self._options[name][0]]

@@ -10,7 +10,7 @@ from wavecore.kernels.batch import Batch
 from wavecore.kernels.chain import follow
 from wavecore.kernels.device import early
 
-HEADS_PER_PROGRAM = 4
+HEADS_PER_PROGRAM, WARPS = 16, 8
 
 
 def qk_norm_rope_kv_write(
@@ -39,7 +39,7 @@ def qk_norm_rope_kv_write(
         read = q_norm, k_norm, eps, weight_offset, cos_sin, batch.positions, batch.kv_slots
         rot = cos_sin.shape[1]
         sizes = {"HQ": num_heads, "HKV": num_kv_heads, "DIM": dim, "ROT": rot, "KV_BLOCK": block_size}
-        blocks = {"BLOCK_H": HEADS_PER_PROGRAM, "PAIRS": triton.next_power_of_2(rot // 2), "num_warps": 2}
+        blocks = {"BLOCK_H": HEADS_PER_PROGRAM, "PAIRS": triton.next_power_of_2(rot // 2), "num_warps": WARPS}
         blocks["REST"] = triton.next_power_of_2(dim - rot) if rot < dim else 0
         written = q, kv_cache, layer, num_layers
         _norm_rope_write[(tokens * parts,)](qkv, *read, *written, **sizes, **blocks, **early(qkv.device))

@@ -112,7 +112,8 @@ def test_killed_rank_of_another_host(start: Start, rank: int) -> None:
         check_new_life(hosts, epochs)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("rank", [0, 1])
 def test_rank_of_another_host_that_raises(start: Start, rank: int) -> None:
     """One of several hosts in lockstep meets an exception that no single request is to blame for.
 

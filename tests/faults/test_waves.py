@@ -108,7 +108,8 @@ def test_stopped_lockstep_rank(deploy: Any, rank: int) -> None:
         check_new_life(deployed, before)
 
 
-@EACH_RANK
+@SLOW
+@pytest.mark.parametrize("rank", [0, 1])
 def test_lockstep_rank_that_raises(deploy: Any, rank: int) -> None:
     """One of several engines in lockstep meets an exception that no single request is to blame for.
 

@@ -175,6 +175,21 @@ def products() -> None:
             torch.cuda.empty_cache()
 
 
+def experts() -> None:
+    """A layer of Qwen3-30B-A3B; experts that no token takes are not read."""
+    total, top_k, hidden, inner = 128, 8, 2048, 768
+    weights = [
+        (randn(total * 2 * inner, hidden) / hidden**0.5, randn(total * hidden, inner) / inner**0.5) for _ in range(2)
+    ]
+    for tokens in (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
+        x, scores = randn(tokens, hidden), randn(tokens, total)
+        slots = torch.arange(tokens, dtype=torch.int32, device="cuda")
+        read = len(set(scores.topk(top_k).indices.flatten().tolist()))
+        moved = 2.0 * (3 * read * inner * hidden + 2 * tokens * hidden)
+        calls = [partial(ops.moe, x, scores, *both, slots, top_k, True) for both in weights]
+        report(f"experts 30B-A3B {tokens} tokens", calls, moved=moved, products=6.0 * tokens * top_k * inner * hidden)
+
+
 def norms() -> None:
     for tokens, hidden in ((1, 4096), (256, 1024), (256, 4096), (8192, 4096)):
         n = 20 if tokens < 8192 else 4
@@ -259,6 +274,7 @@ GROUPS = {
         shared_prefixes,
         prefill,
         products,
+        experts,
         norms,
         activations,
         kv_writes,

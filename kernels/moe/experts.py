@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wavecore.kernels.moe import products_hopper
+
 SCAN_BLOCK = 64
 Shape = dict[str, int]
 """How a product over tiles is launched: columns and places at once, warps, stages."""
@@ -40,24 +42,30 @@ def moe(
     if not tokens:
         return out
     pairs = tokens * top_k
+    many = products_hopper.holds(x, inner, pairs // scores.shape[1])
     rows, shape_up, shape_down = tile_shapes(pairs // scores.shape[1], x.dtype)
+    rows = products_hopper.ROWS if many else rows
     tiles = triton.cdiv(pairs, rows) + min(experts, pairs)  # at most: each expert's last one may be part empty
     weights = torch.empty(pairs, dtype=torch.float32, device=x.device)
     chosen = torch.empty(pairs, dtype=torch.int32, device=x.device)
     counts = torch.zeros(2 * experts, dtype=torch.int32, device=x.device)
-    tile_expert = torch.empty(tiles, dtype=torch.int32, device=x.device)
+    tile_expert = torch.empty(tiles + 1, dtype=torch.int32, device=x.device)
     order = torch.full((tiles * rows,), -1, dtype=torch.int32, device=x.device)
-    middle = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     block, own_block = triton.next_power_of_2(scores.shape[1]), triton.next_power_of_2(experts)
     routes = weights, chosen, counts, scores.shape[1], first, experts, top_k
     _route[(tokens,)](scores, kv_slots, *routes, NORMALIZE=normalize, BLOCK=block, num_warps=1)
-    _tiles[(1,)](counts, tile_expert, experts, tiles, ROWS=rows, BLOCK=own_block, TILES=SCAN_BLOCK, num_warps=4)
+    tile_grid = (triton.cdiv(tiles, SCAN_BLOCK),)
+    _tiles[tile_grid](counts, tile_expert, experts, tiles, ROWS=rows, BLOCK=own_block, TILES=SCAN_BLOCK, num_warps=4)
     _sort[(triton.cdiv(pairs, 128),)](chosen, counts, order, experts, pairs, BLOCK=128, num_warps=4)
-    grid = triton.cdiv(inner, shape_up["BLOCK_N"]), tiles
-    _up[grid](x, gate_up, middle, order, tile_expert, top_k, hidden, inner, ROWS=rows, **shape_up)
-    grid = triton.cdiv(hidden, shape_down["BLOCK_N"]), tiles
-    _down[grid](middle, down, parts, weights, order, tile_expert, hidden, inner, ROWS=rows, **shape_down)
+    if many:
+        products_hopper.products(x, gate_up, down, parts, weights, order, tile_expert, top_k)
+    else:
+        middle = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+        grid = triton.cdiv(inner, shape_up["BLOCK_N"]), tiles
+        _up[grid](x, gate_up, middle, order, tile_expert, top_k, hidden, inner, ROWS=rows, **shape_up)
+        grid = triton.cdiv(hidden, shape_down["BLOCK_N"]), tiles
+        _down[grid](middle, down, parts, weights, order, tile_expert, hidden, inner, ROWS=rows, **shape_down)
     _combine[(tokens, triton.cdiv(hidden, 1024))](parts, chosen, out, top_k, hidden, BLOCK=1024)
     return out
 
@@ -93,38 +101,38 @@ def _route(
     share = share / tl.sum(share, axis=0)
     share = tl.where(share == share, share, 0.0)  # NaN is in x, too, and goes on from there
     share = tl.where(expert < experts, share, -1.0)
-    left, total = share, 0.0
-    for _ in range(top_k):
-        best = tl.max(left, axis=0)
+    place = tl.arange(0, BLOCK)
+    taken, weight = tl.full((BLOCK,), -1, tl.int32), tl.zeros((BLOCK,), tl.float32)
+    total = 0.0
+    for i in range(top_k):
+        best = tl.max(share, axis=0)
+        chosen = tl.min(tl.where(share == best, expert, BLOCK), axis=0)
+        share = tl.where(expert == chosen, -1.0, share)
+        taken, weight = tl.where(place == i, chosen, taken), tl.where(place == i, best, weight)
         total += best
-        left = tl.where(expert == tl.min(tl.where(left == best, expert, BLOCK), axis=0), -1.0, left)
     scale = 1.0 / total if NORMALIZE else 1.0
-    left = share
-    for place in range(top_k):
-        best = tl.max(left, axis=0)
-        taken = tl.min(tl.where(left == best, expert, BLOCK), axis=0)
-        left = tl.where(expert == taken, -1.0, left)
-        weight = (best * scale).to(scores_ptr.dtype.element_ty)
-        tl.store(weights_ptr + token * top_k + place, weight.to(tl.float32))
-        mine = live & (taken >= first) & (taken < first + own)
-        tl.store(chosen_ptr + token * top_k + place, tl.where(mine, taken - first, -1))
-        tl.atomic_add(counts_ptr + taken - first, 1, mask=mine)
+    weight = (weight * scale).to(scores_ptr.dtype.element_ty)
+    tl.store(weights_ptr + token * top_k + place, weight.to(tl.float32), mask=place < top_k)
+    mine = live & (taken >= first) & (taken < first + own) & (place < top_k)
+    tl.store(chosen_ptr + token * top_k + place, tl.where(mine, taken - first, -1), mask=place < top_k)
+    tl.atomic_add(counts_ptr + taken - first, 1, mask=mine)
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def _tiles(counts_ptr, tile_expert_ptr, experts, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
-    """One program: the expert of each tile, -1 for those that are not needed, and where each expert's rows begin,
-    which takes the second half of the counts."""
+    """A program (TILES tiles) writes the expert of each, -1 for those that are not needed. The first one also writes
+    how many are, behind them, and where each expert's rows begin, which takes the second half of the counts."""
     expert = tl.arange(0, BLOCK)
     count = tl.load(counts_ptr + expert, mask=expert < experts, other=0)
     needed = (count + ROWS - 1) // ROWS
     end = tl.cumsum(needed, axis=0)
-    tl.store(counts_ptr + experts + expert, (end - needed) * ROWS, mask=expert < experts)
     total = tl.sum(needed, axis=0)
-    for begin in range(0, tiles, TILES):
-        tile = begin + tl.arange(0, TILES)
-        before = tl.sum(((end[None, :] <= tile[:, None]) & (expert < experts)[None, :]).to(tl.int32), axis=1)
-        tl.store(tile_expert_ptr + tile, tl.where(tile < total, before, -1), mask=tile < tiles)
+    first = tl.program_id(0) == 0
+    tl.store(counts_ptr + experts + expert, (end - needed) * ROWS, mask=(expert < experts) & first)
+    tl.store(tile_expert_ptr + tiles, total, mask=first)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    before = tl.sum(((end[None, :] <= tile[:, None]) & (expert < experts)[None, :]).to(tl.int32), axis=1)
+    tl.store(tile_expert_ptr + tile, tl.where(tile < total, before, -1), mask=tile < tiles)
 
 
 @triton.jit(do_not_specialize=["pairs"])

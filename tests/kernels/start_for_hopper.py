@@ -60,8 +60,8 @@ class OneOfTwo(Collectives):
 
 
 def main(folder: Path) -> None:
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
-    shared = {"shared_expert_intermediate_size": 40, "use_sliding_window": False}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [1]}
+    shared = {"shared_expert_intermediate_size": 40, "use_sliding_window": False, "hidden_size": 64}
     model = save_model(folder, make_config("Qwen2Moe", head_dim=128, max_position_embeddings=2400, **experts, **shared))
     limits: dict[str, Any] = {
         "max_num_seqs": ROWS,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from wavecore.kernels.check import compare
+from wavecore.kernels.moe import products_hopper
 from wavecore.kernels.ops import moe
 
 pytestmark = pytest.mark.usefixtures("guarded")
@@ -73,3 +74,25 @@ def test_the_same_bits_each_time(device: str) -> None:
     args = arguments(64, 4, 32, 48, device)
     first, second = (moe.kernel(*args, 2, True) for _ in range(2))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "inner", "capability", "held"),
+    [
+        (torch.bfloat16, 2048, 768, 90, True),
+        (torch.float16, 192, 64, 90, True),
+        (torch.float32, 2048, 768, 90, False),
+        (torch.bfloat16, 2048, 96, 90, False),
+        (torch.bfloat16, 48, 64, 90, False),
+        (torch.bfloat16, 2048, 768, 80, False),
+        (torch.bfloat16, 2048, 768, 100, False),
+    ],
+)
+def test_what_the_products_for_hopper_hold(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, hidden: int, inner: int, capability: int, held: bool
+) -> None:
+    """Where an expert has many pairs; never where it has few."""
+    monkeypatch.setattr(products_hopper, "capability", lambda _device: capability)
+    x = torch.zeros(1, hidden, dtype=dtype)
+    assert products_hopper.holds(x, inner, products_hopper.LEAST_PAIRS) is held
+    assert not products_hopper.holds(x, inner, products_hopper.LEAST_PAIRS - 1)

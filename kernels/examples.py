@@ -184,8 +184,8 @@ def _logits(like: Tensor) -> Args:
     return _randn((6, vocab), like) * 3, rows
 
 
-def _row(like: Tensor) -> Args:
-    return _randn((1, 96), like), _randn((50, 96), like), _randn((50,), like)
+def _few_rows(like: Tensor) -> Args:
+    return _randn((3, 96), like), _randn((50, 96), like), _randn((50,), like)
 
 
 def _finish(like: Tensor) -> Args:
@@ -222,7 +222,7 @@ EXAMPLES: dict[str, Callable[[Tensor], Args]] = {
     "paged_attention": _attention,
     "silu_mul": _gate_up,
     "gelu_tanh_mul": _gate_up,
-    "row_linear": _row,
+    "linear": _few_rows,
     "moe": _moe,
     "adjust": _logits,
     "draw": _logits,

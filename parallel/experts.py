@@ -10,7 +10,6 @@ from torch import Tensor
 
 from wavecore.kernels import ops
 from wavecore.parallel.collectives import ALONE, Collectives
-from wavecore.parallel.layers import linear
 
 
 class Exchange:
@@ -59,5 +58,5 @@ def spread_experts(
         [T, H]: the sum over the experts of these ranks.
     """
     tokens = exchange.gather(x)
-    scores = linear(tokens, router)
+    scores = ops.linear(tokens, router)
     return exchange.scatter(ops.moe(tokens, scores, gate_up, down, kv_slots, top_k, normalize, first))

@@ -1,9 +1,8 @@
-"""The layers whose weights ranks share, and the matrix product of every linear layer.
+"""The layers whose weights ranks share.
 
 A layer's first product is cut by columns of its output, which needs no word between ranks; its second one by columns of
 its input, whose partial sums are added up (Megatron-LM, arXiv:1909.08053). The vocabulary is cut by rows of the
-embedding and of the LM head. GEMMs stay with the vendor's library; `linear` picks how to ask for them, and has an
-operation of ours for a single row.
+embedding and of the LM head.
 """
 
 from __future__ import annotations
@@ -14,10 +13,6 @@ from torch import Tensor
 
 from wavecore.kernels import ops
 from wavecore.parallel.collectives import Collectives
-
-SWAPPED_ROWS = range(12, 49)
-"""On a CPU these few rows are 10 to 25% faster as (weight @ x^T)^T; with 2 to 11 that is slower by half, above 48 the
-same (float32 and bfloat16, oneDNN and MKL of torch 2.13 on Xeon; bench_cpu.py shows the sum)."""
 
 
 def exact_float32() -> None:
@@ -30,35 +25,15 @@ def exact_float32() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias.
-
-    Args:
-        x: [T, in].
-        weight: [out, in].
-        bias: [out] or None.
-
-    Returns:
-        [T, out], contiguous.
-    """
-    if len(x) == 1:
-        return ops.row_linear(x, weight, bias)
-    if not x.is_cpu or len(x) not in SWAPPED_ROWS:
-        return F.linear(x, weight, bias)
-    if bias is None:
-        return torch.mm(weight, x.t()).t().contiguous()
-    return torch.addmm(bias[:, None], weight, x.t()).t().contiguous()
-
-
 def partial_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Collectives) -> Tensor:
-    """`linear` of which this rank has some input columns; the sum over ranks is the whole.
+    """`ops.linear` of which this rank has some input columns; the sum over ranks is the whole.
 
     Args:
         x: [T, in / size].
         weight: [out, in / size].
         bias: the whole one, which rank 0 adds.
     """
-    return linear(x, weight, bias if group.rank == 0 else None)
+    return ops.linear(x, weight, bias if group.rank == 0 else None)
 
 
 def embedding(token_ids: Tensor, weight: Tensor, group: Collectives) -> Tensor:

@@ -24,7 +24,6 @@ from wavecore.kernels import ops
 from wavecore.kernels.batch import BatchBuffers
 from wavecore.kernels.examples import make_batch, rope_table, sampling_rows, step_rows, tables
 from wavecore.parallel.collectives import ALONE
-from wavecore.parallel.layers import linear
 from wavecore.parallel.sampler import sample
 
 BLOCK_SIZE = 64
@@ -170,7 +169,7 @@ def products() -> None:
             copies = [randn(out, inner) for _ in range(max(2, -(-(200 << 20) // (2 * out * inner))))]
             x = randn(rows, inner)
             moved = 2.0 * (out * inner + rows * (out + inner))
-            calls = [partial(linear, x, weight) for weight in copies]
+            calls = [partial(ops.linear, x, weight) for weight in copies]
             report(f"{name} {model} {rows} rows", calls, moved=moved, products=2.0 * rows * out * inner)
             torch.cuda.empty_cache()
 

@@ -65,7 +65,7 @@ TIERS = {
         ("examples",),
         (
             *("attention", "moe", "sampling"),
-            *("activation", "all_reduce", "copies", "kv_write", "norm", "prepare", "row_linear"),
+            *("activation", "all_reduce", "copies", "kv_write", "linear", "norm", "prepare"),
         ),
         ("reference",),
         ("batch", "chain", "device"),

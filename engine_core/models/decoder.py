@@ -26,7 +26,7 @@ from wavecore.kernels import ops
 from wavecore.kernels.batch import Batch
 from wavecore.parallel.collectives import ALONE, Collective, Collectives
 from wavecore.parallel.experts import Exchange, spread_experts
-from wavecore.parallel.layers import embedding, gathered, linear, partial_linear
+from wavecore.parallel.layers import embedding, gathered, partial_linear
 
 Observer = Callable[[int, Tensor], None]
 
@@ -126,7 +126,7 @@ class Decoder:
                 x, residual = ops.add_rms_norm(x, None, layer.input_norm, eps, offset)
             else:
                 x, residual = self._summed_norm(x, residual, self.layers[i - 1].post_mlp_norm, layer.input_norm)
-            qkv = linear(x, layer.qkv, layer.qkv_bias)
+            qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
             table = self.tables[spec.rope_of_layer[i]]
             q = ops.qk_norm_rope_kv_write(
                 qkv, layer.q_norm, layer.k_norm, eps, table, batch, kv_cache, i, heads, kv_heads, offset
@@ -162,7 +162,7 @@ class Decoder:
         """[T, inner width], and what it is to be multiplied with."""
         assert layer.gate_up is not None and layer.down is not None
         activation = ops.gelu_tanh_mul if self.spec.gelu else ops.silu_mul
-        return activation(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down
+        return activation(ops.linear(x, layer.gate_up, layer.gate_up_bias)), layer.down
 
     def _experts(self, layer: Layer, x: Tensor, kv_slots: Tensor) -> Tensor:
         """This rank's part of a mixture of experts; padding goes to none."""
@@ -171,7 +171,7 @@ class Decoder:
         choice = spec.experts_per_token, spec.norm_experts, spec.first_expert
         out = spread_experts(x, layer.router, gate_up, down, kv_slots, *choice, self.exchange)
         if layer.shared_gate is not None:
-            out += linear(x, layer.shared_gate).sigmoid_() * linear(*self._inner(layer, x))
+            out += ops.linear(x, layer.shared_gate).sigmoid_() * ops.linear(*self._inner(layer, x))
         return out
 
     def least(self, value: int) -> int:
@@ -200,7 +200,7 @@ class Decoder:
     def own_logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] from `final` to [n, columns of this rank]; float32 where they are capped, which rounds nothing
         then."""
-        logits, cap = linear(hidden, self.lm_head), self.spec.final_soft_cap
+        logits, cap = ops.linear(hidden, self.lm_head), self.spec.final_soft_cap
         if cap:
             logits = logits.float().div_(cap).tanh_().mul_(cap)
         if self.columns.stop > self.spec.vocab_size:

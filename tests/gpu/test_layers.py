@@ -84,25 +84,26 @@ def test_many_copies() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns, inner", [(4096, 1024), (576, 576), (1024, 3072), (4096, 14336), (151_937, 1024)])
-def test_row_linear(columns: int, inner: int, dtype: torch.dtype) -> None:
-    """In a graph of calls that follow each other, as in a step: each waits for the row that the one before wrote."""
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_linear(rows: int, columns: int, inner: int, dtype: torch.dtype) -> None:
+    """In a graph of calls that follow each other, as in a step: each waits for the rows that the one before wrote."""
     weight, bias = torch.randn(columns, inner, device="cuda").to(dtype), torch.randn(columns, device="cuda").to(dtype)
     back = (torch.randn(inner, columns, device="cuda") / columns**0.5).to(dtype)
-    row = torch.randn(1, inner, device="cuda").to(dtype)
+    x = torch.randn(rows, inner, device="cuda").to(dtype)
 
     def there_and_back() -> tuple[Tensor, Tensor]:
-        there = ops.row_linear(row, weight, bias)
-        return there, ops.row_linear(there, back)
+        there = ops.linear(x, weight, bias)
+        return there, ops.linear(there, back)
 
     there_and_back()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = there_and_back()
     for _ in range(20):
-        row.normal_()
+        x.normal_()
         for result in results:
             result.fill_(torch.nan)
         graph.replay()
         there, again = results
-        close(there, row.double() @ weight.double().T + bias.double(), dtype)
+        close(there, x.double() @ weight.double().T + bias.double(), dtype)
         close(again, there.double() @ back.double().T, dtype)

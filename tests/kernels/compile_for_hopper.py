@@ -13,6 +13,7 @@ from wavecore.kernels.all_reduce import PeerBuffers
 from wavecore.kernels.attention.paged import paged_attention
 from wavecore.kernels.device import STANDS_FOR
 from wavecore.kernels.examples import EXAMPLES, make_batch, make_kv_cache
+from wavecore.kernels.linear import linear
 from wavecore.kernels.moe.experts import moe
 from wavecore.kernels.ops import OPERATIONS
 
@@ -35,6 +36,7 @@ def main() -> None:
     tokens = torch.zeros(97, 64, dtype=torch.bfloat16), torch.zeros(97, 1, dtype=torch.bfloat16)
     weights = torch.zeros(2 * 64, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16)
     moe(*tokens, *weights, torch.zeros(97, dtype=torch.int32), 1, True)  # Hopper's products, for many tokens
+    linear(like.new_zeros(1, 64), like.new_zeros(8, 64))
     two_ranks(2 * 128).add_rms_norm(like.new_zeros(3, 128), None, like.new_zeros(128), 1e-5, 0.0)
     assert all(kernel.asm["cubin"] for _, kernel in launched)
     print(*sorted({name for name, _ in launched}))

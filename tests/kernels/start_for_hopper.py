@@ -25,18 +25,17 @@ from torch import Tensor
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.execution.step_shape import Buckets
-from wavecore.engine_core.models import decoder
 from wavecore.engine_core.startup.warm_up import warm_up
 from wavecore.kernels import ops
 from wavecore.kernels.device import STANDS_FOR
-from wavecore.parallel import layers
+from wavecore.kernels.linear import FEW_ROWS
 from wavecore.parallel.collectives import Collectives
 
 ROWS, TOKENS = 40, 2304
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return ops.row_linear(x, weight, bias) if len(x) == 1 else x.new_zeros(len(x), len(weight))
+    return ops.linear.kernel(x, weight, bias) if len(x) <= FEW_ROWS else x.new_zeros(len(x), len(weight))
 
 
 class OneOfTwo(Collectives):
@@ -83,7 +82,7 @@ def main(folder: Path) -> None:
     for operation in ops.OPERATIONS.values():
         operation.replace(operation.kernel)
     runner.model.group = OneOfTwo()
-    layers.linear = decoder.linear = linear
+    ops.linear.replace(linear)
     torch.empty = torch.zeros  # type: ignore[assignment]
     runner.buckets = Buckets(TOKENS, ROWS)
     warm_up(runner, EngineConfig(model=str(model), device="cpu", **limits))

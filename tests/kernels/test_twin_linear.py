@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wavecore.parallel.layers import SWAPPED_ROWS, linear
+from wavecore.kernels.reference.layers import SWAPPED_ROWS, linear
 
 
 @pytest.mark.parametrize("rows", [1, 2, 11, 12, 48, 49])

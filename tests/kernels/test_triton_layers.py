@@ -116,11 +116,12 @@ def test_copy_blocks_over_several_programs(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns, inner", [(1, 16), (70, 576), (9, 1000), (3, 2500)])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_linear(device: str, columns: int, inner: int, with_bias: bool, dtype: torch.dtype) -> None:
-    """One row that a block holds, and longer ones that blocks divide or do not."""
-    x, weight, bias = (torch.randn(shape, device=device).to(dtype) for shape in ((1, inner), (columns, inner), columns))
+@pytest.mark.parametrize("columns, inner", [(5, 16), (70, 576), (9, 1000), (3, 2500), (2049, 264)])
+@pytest.mark.parametrize("rows, with_bias", [(1, False), (1, True), (3, True), (16, False)])
+def test_linear(device: str, rows: int, columns: int, inner: int, with_bias: bool, dtype: torch.dtype) -> None:
+    """Rows that one block holds, and longer ones that blocks divide or do not."""
+    shapes = (rows, inner), (columns, inner), columns
+    x, weight, bias = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
     got = ops.linear.kernel(x, weight, bias if with_bias else None)
     want = x.double() @ weight.double().T + (bias.double() if with_bias else 0.0)
     close(got, want, dtype)

@@ -21,7 +21,7 @@ WARPS = tl.constexpr(4)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `reference.layers.linear`; weight is contiguous."""
+    """See `reference.layers.linear`; x and weight are contiguous."""
     rows, inner = x.shape
     columns = len(weight)
     if rows != 1 and not holds(x, columns):

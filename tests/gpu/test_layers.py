@@ -82,6 +82,15 @@ def test_many_copies() -> None:
     assert torch.equal(kv_cache, want)
 
 
+@pytest.mark.parametrize("columns, inner", [(1024, 2048), (4096, 4096), (3072, 1000)])
+def test_linear_of_a_row_beside_any_others(columns: int, inner: int) -> None:
+    """From two rows to as many as the kernel has; alone, a row has a kernel of its own."""
+    x, weight = (torch.randn(size, inner, device="cuda").bfloat16() for size in (16, columns))
+    want = ops.linear(x, weight)
+    for rows in (2, 5, 8, 9):
+        assert torch.equal(ops.linear(x[:rows], weight), want[:rows])
+
+
 @pytest.mark.parametrize("columns, inner", [(4096, 1024), (576, 576), (1024, 3072), (4096, 14336), (151_937, 1024)])
 @pytest.mark.parametrize(
     "rows, dtype", [*((1, dtype) for dtype in DTYPES), (5, torch.float16), (8, torch.bfloat16), (16, torch.bfloat16)]

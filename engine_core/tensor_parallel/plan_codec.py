@@ -12,6 +12,7 @@ A steady step is four numbers a row. Both sides run the same program, so nothing
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -23,37 +24,40 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.plan import TABLES, LeastSize, NewRequest, StepPlan
 
 Buffer = bytes | memoryview
-HEADER = 13
+HEADER = struct.Struct("=13q")
 AGREED = 4  # of its numbers
+NONE_NEW = msgpack.packb([])
 
 
 def encode(plan: StepPlan, least: LeastSize | None = None) -> list[Buffer]:
     """The bytes of a plan, and of the least size of its step in lockstep, in pieces."""
     rows = plan.slots, plan.starts, plan.query_lens, plan.samples
     tables = [getattr(plan, name) for name in TABLES]
-    new = msgpack.packb([_plain(request) for request in plan.new_requests])
+    new = msgpack.packb([_plain(request) for request in plan.new_requests]) if plan.new_requests else NONE_NEW
     agreed = (0,) * AGREED if least is None else least
-    header = *agreed, plan.step_id, plan.after, plan.captures, plan.num_rows, *map(len, tables), len(new)
-    columns = np.concatenate([*rows, *(table.ravel() for table in tables)], dtype=np.int32, casting="unsafe")
+    sizes = plan.num_rows, *map(len, tables), len(new)
+    header = HEADER.pack(*agreed, plan.step_id, plan.after, plan.captures, *sizes)
+    flat = [table.ravel() for table in tables if len(table)]
+    columns = np.concatenate([*rows, *flat], dtype=np.int32, casting="unsafe")
     arrays: list[Buffer] = []
     for request in plan.new_requests:
         arrays.append(request.token_ids.data.cast("B"))
         if request.prompt_embeds is not None:
             arrays.append(request.prompt_embeds.data.cast("B"))
-    return [np.array(header, np.int64).tobytes(), columns.tobytes(), new, *arrays]
+    return [header, columns.data.cast("B"), new, *arrays]
 
 
 def decode(data: bytes | bytearray) -> tuple[StepPlan, LeastSize | None]:
     """What `encode` was given; the plan's arrays are views of these bytes."""
-    header = np.frombuffer(data, np.int64, HEADER).tolist()
+    header = HEADER.unpack_from(data)
     least_rows, least_tokens, longest, eager = header[:AGREED]
     step_id, after, captures, rows, *entries, new_bytes = header[AGREED:]
     sizes = [rows] * 4 + [n * width for n, width in zip(entries, TABLES.values(), strict=True)]
-    columns = np.frombuffer(data, np.int32, sum(sizes), 8 * HEADER)
+    columns = np.frombuffer(data, np.int32, sum(sizes), HEADER.size)
     slots, starts, query_lens, samples, *flat = (columns[a:b] for a, b in pairwise(accumulate(sizes, initial=0)))
     tables: dict[str, Any] = {name: table.reshape(-1, TABLES[name]) for name, table in zip(TABLES, flat, strict=True)}
     row_columns = slots.astype(np.intp), starts, query_lens, samples.astype(np.bool_)
-    at = 8 * HEADER + columns.nbytes
+    at = HEADER.size + columns.nbytes
     arrays = _Arrays(data, at + new_bytes)
     new = tuple(map(arrays.request, msgpack.unpackb(data[at : at + new_bytes], strict_map_key=False)))
     plan = StepPlan(step_id, *row_columns, new, **tables, after=after, captures=bool(captures))

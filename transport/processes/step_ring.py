@@ -54,7 +54,7 @@ class StepWriter:
 
     def has_room(self, parts: Iterable[Buffer]) -> bool:
         """Whether `write` of these waits for no reader."""
-        size = sum(memoryview(part).nbytes for part in parts)
+        size = sum(map(len, parts))
         heads = size // MAX_PIECE + 3  # one more, and room that is skipped, at the ring's end
         end = self._at + size + heads * _PIECE.size
         return all(end - self._memory.words[reader] <= RING_BYTES for reader in range(1, self._memory.ranks))
@@ -64,10 +64,9 @@ class StepWriter:
         readers = range(1, memory.ranks)
         for reader in readers:
             spin_then_sleep(memory, lambda reader=reader: end - memory.words[reader] <= RING_BYTES, reader)  # type: ignore[misc]
-        head = bytearray(_PIECE.pack(self._at, 0, len(piece), kind, last))
-        head[_CHECKSUM] = struct.pack("<I", zlib.crc32(piece, zlib.crc32(head)))
+        checksum = zlib.crc32(piece, zlib.crc32(_PIECE.pack(self._at, 0, len(piece), kind, last)))
         memory.records[begin + _PIECE.size : begin + _PIECE.size + len(piece)] = piece
-        memory.records[begin : begin + _PIECE.size] = head
+        _PIECE.pack_into(memory.records, begin, self._at, checksum, len(piece), kind, last)
         self._at = memory.words[0] = end
         for reader in readers:
             memory.ring(reader)
@@ -117,6 +116,8 @@ class StepReader:
 
 def spin_then_sleep(memory: GroupMemory, is_so: Callable[[], bool], peer: int | None = None) -> None:
     """`GroupMemory.sleep_until`, and before that look again and again for a moment."""
+    if is_so():  # as a rule, and then no clock is read
+        return
     until = time.perf_counter() + SPIN_SECONDS
     while not is_so():
         if time.perf_counter() > until:

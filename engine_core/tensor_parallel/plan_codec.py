@@ -44,7 +44,7 @@ def encode(plan: StepPlan, least: LeastSize | None = None) -> list[Buffer]:
         arrays.append(request.token_ids.data.cast("B"))
         if request.prompt_embeds is not None:
             arrays.append(request.prompt_embeds.data.cast("B"))
-    return [header, columns.data.cast("B"), new, *arrays]
+    return [header, columns.tobytes(), new, *arrays]
 
 
 def decode(data: bytes | bytearray) -> tuple[StepPlan, LeastSize | None]:

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
@@ -71,6 +71,7 @@ def assert_equal(one: Any, other: Any) -> None:
             assert a == b, field.name
 
 
+@example(StepPlan.empty(), None)
 @given(plans(), st.none() | st.builds(LeastSize, *[st.integers(1, 1 << 30)] * 3, st.booleans()))
 def test_a_plan_is_the_same_on_the_other_side(plan: StepPlan, least: LeastSize | None) -> None:
     got, got_least = decode(b"".join(encode(plan, least)))

@@ -33,7 +33,7 @@ from wavecore.transport.curve import KeyPair
 from wavecore.transport.errors import ConfigError, StartError
 from wavecore.transport.processes.deployment import Cause, EngineEntry, from_plain
 from wavecore.transport.processes.group import EngineGroup, GroupContext, Limits
-from wavecore.transport.processes.process import ChildSpec
+from wavecore.transport.processes.process import ChildSpec, python_path
 from wavecore.transport.processes.supervisor import Supervisor
 from wavecore.transport.version import VERSION
 from wavecore.transport.waker import Waker
@@ -191,6 +191,7 @@ class RayCluster:
         # Ray asks for a token by itself; where it is told none, it writes one into the user's home. It reads it once.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH", ""))  # its processes choose their folder
         sizes = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
         self.ray.init("local", logging_level=logging.ERROR, **sizes)
 

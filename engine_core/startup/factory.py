@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from importlib import import_module
@@ -96,8 +97,10 @@ def _load(
     Shard(source.spec, size, 0, config.expert_ranks)
     with compiler_beside(config, source.spec, group.rank if group else 0) as compiler:
         progress("import", 0.0)
+        gc.disable()  # as in `KernelCompiler`
         from wavecore.engine_core.startup.loader import load_runner
 
+        gc.enable()
         if size == 1 and not spread:
             return load_runner(config, source, progress, compiler=compiler)
 

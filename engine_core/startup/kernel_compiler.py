@@ -155,8 +155,6 @@ def compile_kernels(runner: ModelRunner, config: EngineConfig, forks: Forks) -> 
     for name, known in LATE.items():
         late = sys.modules[name] = Late(name)
         vars(late).update(known)
-    for operation in ops.OPERATIONS.values():
-        operation.replace(operation.kernel)
     knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = forks.before, forks.after
     warm_up(runner, replace(config, dp_lockstep=False))
     forks.wait()
@@ -187,7 +185,10 @@ def main() -> bool:
         os._exit(0)
     os.close(told)
     torch.cuda.is_available = lambda: False  # else `torch.cuda.stream(None)` would start CUDA in this process, too
-    triton_key()  # a part of every kernel's key: it reads all of Triton, 400 MB; once, and while the fork starts CUDA
+    # While the fork starts CUDA: a part of every kernel's key, for which all of Triton is read, 400 MB; and imports.
+    triton_key()
+    for operation in ops.OPERATIONS.values():
+        operation.replace(operation.kernel)
     properties, name, block_size, length = json.loads(os.read(heard, 4096))
     device.STANDS_FOR.update(properties)
     parameters = fill([], shard, DTYPES[name], META, lambda *_: None)

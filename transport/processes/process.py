@@ -190,11 +190,13 @@ def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int
 
 
 def python_path(inherited: str) -> str:
-    """The PYTHONPATH of a child: a package that runs from a source tree stays importable there."""
+    """The PYTHONPATH of a child: a package that runs from a source tree stays importable there, and paths given as from
+    this folder mean the same in others."""
     root = Path(__file__).absolute().parents[3]
     # Where packages are installed is on the path already, behind the stdlib.
     own = "" if root.name in ("site-packages", "dist-packages") else str(root)
-    return os.pathsep.join(path for path in (own, inherited) if path)
+    given = map(os.path.abspath, inherited.split(os.pathsep)) if inherited else ()
+    return os.pathsep.join((*filter(None, (own,)), *given))
 
 
 def oom_kills() -> int:

@@ -8,12 +8,13 @@ import math
 import os
 import re
 import threading
+from pathlib import Path
 
 import pytest
 
 from wavecore.transport.processes.group import Backoff
 from wavecore.transport.processes.logs import LineWriter
-from wavecore.transport.processes.process import ChildSpec, LineReader, explain_end, oom_kills
+from wavecore.transport.processes.process import ChildSpec, LineReader, explain_end, oom_kills, python_path
 from wavecore.transport.processes.stall import TICK_SECONDS, ProgressPage, StallWatch
 
 
@@ -191,3 +192,12 @@ def test_progress_page_and_stall_watch() -> None:
     assert [endless.tick(True) for _ in range(9)] == [None] * 9
     writer.close()
     reader.close()
+
+
+def test_a_path_from_here_means_the_same_in_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For what a child starts elsewhere. Without any there is no empty entry, which would be that folder."""
+    monkeypatch.chdir(tmp_path)
+    *own, relative, absolute = python_path(os.pathsep.join(("src", "/site"))).split(os.pathsep)
+    assert [relative, absolute] == [str(tmp_path / "src"), "/site"]
+    assert python_path("") == os.pathsep.join(own)
+    assert all(Path(path).is_absolute() for path in own)

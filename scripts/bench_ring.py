@@ -38,6 +38,7 @@ def plan(step: int, rows: int, prompt: int) -> StepPlan:
 def follow(memory: GroupMemory, steps: int) -> None:
     """A worker: notes when it had each plan."""
     reader = StepReader(memory)
+    bytes(memory.records)  # has its pages, as after the first steps of an engine
     for _ in range(steps):
         decode(reader.read()[1])
         memory.words[memory.ranks + memory.rank] = time.monotonic_ns()
@@ -57,6 +58,7 @@ def measure(ranks: int, steps: int, rows: int, prompt: int, pause: float) -> lis
                 follow(GroupMemory(rank, fd, store, numbers, ProgressPage(ProgressPage.create_fd())), steps)
                 os._exit(0)
         memory = GroupMemory(0, os.dup(fd), store, numbers, ProgressPage(ProgressPage.create_fd()))
+        memory.records[:] = bytes(len(memory.records))
         writer, places = StepWriter(memory), range(ranks + 1, 2 * ranks)
         for step in range(steps):
             found = plan(step, rows, prompt)

@@ -161,14 +161,12 @@ class ModelRunner:
                 ops.update_block_table(state.block_table, state.input.changes)
                 return Launched(shape, None, extras, self.copies)
             self.out.clear()
-            with (
-                self._marked("forward"),
-                self._paying(lambda: self._of_forward(shape, extras) + self._of_sample(shape, extras)),
-            ):
-                self._forward(shape, extras, eager)
-            if shape.num_samples:
-                with self._marked("sample"), self._paying(lambda: self._of_sample(shape, extras)):
-                    self._sample(shape, extras)
+            with self._paying(lambda: self._of_forward(shape, extras) + self._of_sample(shape, extras)):
+                with self._marked("forward"):
+                    self._forward(shape, extras, eager)
+                if shape.num_samples:
+                    with self._marked("sample"):
+                        self._sample(shape, extras)
             return Launched(shape, self.out.send(), extras, self.copies)
 
     def _forward(self, shape: StepShape, extras: Extras, eager: bool) -> None:

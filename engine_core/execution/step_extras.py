@@ -70,10 +70,10 @@ class Extras:
     def __init__(self, shape: StepShape, state: DeviceState, out: CopyOut) -> None:
         self._shape, self._plan, self._state, self._out = shape, shape.plan, state, out
         self.options = state.options_of(shape)
-        self.logprob_rows = NO_ROWS
+        self.logprob_rows = self._counts = NO_ROWS
         if self.options & LOGPROBS:
             self.logprob_rows = self._rows_with(LOGPROBS * self._plan.samples).astype(np.int32)
-        self._counts = state.logprobs[self._plan.slots[self.logprob_rows]]  # alternatives that they want
+            self._counts = state.logprobs[self._plan.slots[self.logprob_rows]]  # alternatives that they want
         self._logprobs: Report | None = None
         self._many: dict[int, Report] = {}  # of rows that want more than MAX_LOGPROBS
         self._prompt_logprobs: dict[int, Report] = {}

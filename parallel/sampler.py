@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wavecore.kernels import ops
-from wavecore.kernels.sampling.rows import PART, SamplingRows
+from wavecore.kernels.sampling.rows import SamplingRows, part_size
 from wavecore.parallel.collectives import Collective, Collectives
 from wavecore.parallel.layers import gathered
 
@@ -37,5 +37,5 @@ def sample(logits: Tensor, rows: SamplingRows, vocab: int, group: Collectives) -
 
 def collectives(num_rows: int, columns: int, truncates: bool) -> list[Collective]:
     """What `sample` of so many rows does with other ranks."""
-    shape = (num_rows, columns) if truncates else (2, num_rows, -(-columns // PART))
+    shape = (num_rows, columns) if truncates else (2, num_rows, -(-columns // part_size(num_rows, columns)))
     return [("all_gather", shape, torch.float32)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecore.kernels.sampling.rows import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, PART, SEEN_IN_PROMPT, SamplingRows
+from wavecore.kernels.sampling.rows import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, SEEN_IN_PROMPT, SamplingRows, part_size
 
 FEW = 1024
 _GOLDEN, _MIX_1, _MIX_2 = (factor - (1 << 32) for factor in (GOLDEN, MIX_1, MIX_2))  # as int32
@@ -38,19 +38,20 @@ def draw(logits: Tensor, rows: SamplingRows) -> Tensor:
         logits: as of `adjust`. Truncation needs the whole vocabulary.
 
     Returns:
-        float32 [2, R, ceil(V / PART)]: of each PART tokens the best one's value, NaN if any is, and its id, which is
+        float32 [2, R, parts]: of each `part_size` tokens the best one's value, NaN if any is, and its id, which is
         exact; 0 in rows that do not sample.
     """
     live = (rows.slots >= 0).nonzero().flatten()
     slots, positions = rows.slots[live].long(), rows.positions[live]
     x = _adjusted(logits, rows, live)
+    size = part_size(*logits.shape)
     hot = (rows.temperature[slots] >= GREEDY_BELOW).nonzero().flatten()
     if 0 < len(hot) == len(x):
-        found = _best_of_parts(_noisy(x, rows, slots, positions))
+        found = _best_of_parts(_noisy(x, rows, slots, positions), size)
     else:
-        found = _best_of_parts(x)
+        found = _best_of_parts(x, size)
         if len(hot):
-            found[:, hot] = _best_of_parts(_noisy(x[hot], rows, slots[hot], positions[hot]))
+            found[:, hot] = _best_of_parts(_noisy(x[hot], rows, slots[hot], positions[hot]), size)
     found[1] += rows.first
     best = found.new_zeros(2, len(logits), found.shape[2])
     best[:, live] = found
@@ -90,19 +91,19 @@ def _adjusted(logits: Tensor, rows: SamplingRows, live: Tensor) -> Tensor:
 
 
 def _noisy(x: Tensor, rows: SamplingRows, slots: Tensor, positions: Tensor) -> Tensor:
-    x = x / rows.temperature[slots, None]
+    temperature = rows.temperature[slots, None]
     if rows.truncates:
-        x = _truncate(x, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
-    return x + gumbel(rows.seed[slots], rows.choice[slots], positions, x.shape[1], rows.first)
+        x = _truncate(x, temperature, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
+    return x / temperature + gumbel(rows.seed[slots], rows.choice[slots], positions, x.shape[1], rows.first)
 
 
-def _best_of_parts(x: Tensor) -> Tensor:
-    """float32 [2, N, parts]: the largest of each PART columns of x [N, V], and its column."""
-    full = x.shape[1] // PART
-    pieces = x[:, : full * PART].view(len(x), full, PART), x[:, None, full * PART :]
+def _best_of_parts(x: Tensor, size: int) -> Tensor:
+    """float32 [2, N, parts]: the largest of each `size` columns of x [N, V], and its column."""
+    full = x.shape[1] // size
+    pieces = x[:, : full * size].view(len(x), full, size), x[:, None, full * size :]
     found = [piece.max(-1) for piece in pieces if piece.shape[1] * piece.shape[2]]
     values, places = (torch.cat(columns, 1) for columns in zip(*found, strict=True))
-    return torch.stack((values, (places + torch.arange(values.shape[1], device=x.device) * PART).float()))
+    return torch.stack((values, (places + torch.arange(values.shape[1], device=x.device) * size).float()))
 
 
 def _edit(logits: Tensor, rows: SamplingRows, live: list[int]) -> None:
@@ -150,20 +151,20 @@ def _penalise(x: Tensor, rows: SamplingRows, slots: Tensor) -> Tensor:
     return x.index_copy(0, chosen, part)
 
 
-def _truncate(x: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Set to -inf what min_p, then top_k, then top_p drop of x [N, V] (already divided by temperature)."""
+def _truncate(x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Set to -inf what min_p, then top_k, then top_p drop of x [N, V] at these temperatures [N, 1]."""
     vocab = x.shape[1]
     use_k, use_p = (top_k > 0) & (top_k < vocab), top_p < 1
     peak = x.amax(-1, keepdim=True)
-    cutoff = torch.where(min_p > 0, peak[:, 0] + torch.log(min_p), -torch.inf)
+    cutoff = torch.where(min_p > 0, peak[:, 0] + temperature[:, 0] * torch.log(min_p), -torch.inf)
     if bool((use_k | use_p).any()):
         # A full sort is what costs here, and the largest few logits are nearly always enough.
         few = min(vocab, max(FEW, int(torch.where(use_k, top_k, 0).max())))
         for width in (few, vocab):
             best = x.topk(width).values if width < vocab else x.sort(-1, descending=True).values
             cutoff_k = torch.where(use_k, _at(best, top_k - 1), -torch.inf).maximum(cutoff)
-            need = top_p * torch.exp(x - peak).masked_fill_(x < cutoff_k[:, None], 0.0).sum(-1)
-            mass = torch.exp(best - peak).masked_fill_(best < cutoff_k[:, None], 0.0).cumsum(-1)
+            need = top_p * torch.exp((x - peak) / temperature).masked_fill_(x < cutoff_k[:, None], 0.0).sum(-1)
+            mass = torch.exp((best - peak) / temperature).masked_fill_(best < cutoff_k[:, None], 0.0).cumsum(-1)
             if width == vocab or bool((~use_p | (mass[:, -1] >= need)).all()):
                 break
         nucleus = (mass < need[:, None]).sum(-1)  # index of the token whose mass reaches top_p
@@ -184,9 +185,8 @@ def gumbel(seed: Tensor, choice: Tensor, position: Tensor, vocab: int, first: in
     key_1 = _fmix32(low ^ (high * _GOLDEN))
     key_2 = _fmix32(high ^ (low * _MIX_2))
     token = torch.arange(first, first + vocab, dtype=torch.int32, device=seed.device)
-    bits = _fmix32(token * _GOLDEN ^ key_1[:, None])
     offset = ((key_2 & 0xFFFFFF).float() + 0.5) * 2.0**-56
-    return gumbel_of_bits(_fmix32(bits ^ key_2[:, None]), offset[:, None])
+    return gumbel_of_bits(_fmix32(token * _GOLDEN ^ key_1[:, None], key_2[:, None]), offset[:, None])
 
 
 def gumbel_of_bits(bits: Tensor, offset: Tensor) -> Tensor:
@@ -203,8 +203,9 @@ def gumbel_of_bits(bits: Tensor, offset: Tensor) -> Tensor:
     return -torch.log(-torch.where(bits < 0, torch.log(tail), torch.log1p(-tail)))
 
 
-def _fmix32(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser on int32, whose products wrap; masks make the arithmetic shifts logical."""
+def _fmix32(x: Tensor, key: Tensor | int = 0) -> Tensor:
+    """MurmurHash3's 32-bit finaliser, with a key between its two products, on int32, whose products wrap; masks make
+    the arithmetic shifts logical."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * _MIX_1
-    x = (x ^ ((x >> 13) & 0x7FFFF)) * _MIX_2
+    x = (x ^ ((x >> 13) & 0x7FFFF) ^ key) * _MIX_2
     return x ^ ((x >> 16) & 0xFFFF)

@@ -22,61 +22,70 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wavecore.kernels.sampling.values import EXACT, limits_top_k, row_values, truncates
+from wavecore.kernels.sampling.values import EXACT, adjusted, limits_top_k, truncates
 
+BLOCK, SPAN = 1024, 8192
+"""Tokens that a program reads at once, and in all, where several share a row. Sums of mass depend on both: they are
+the same whatever the batch."""
 GROUP = 128
 CAPACITY = 4096
 """Candidates kept at most."""
 SEARCH_BLOCK = 8192
 """Tokens read at once where a whole row is searched by one program."""
+SAMPLE = 4096
+PASSES, WAYS = 3, 8
+"""A nucleus that candidates do not hold is narrowed down so often, each time to one of so many parts."""
+_PASSES, _WAYS, SUMS = tl.constexpr(PASSES), tl.constexpr(WAYS), tl.constexpr(2 + PASSES * WAYS)
 WANTED_K, WANTED_P = 512, 3072
 """Candidates aimed at where top_k bounds their number, and where nothing does."""
 
 
-def find_cutoff(values: Any, block: int) -> Tensor:
-    """float32 [R], in units of logit / temperature; -inf for rows that keep all tokens.
-
-    Args:
-        block: tokens a program handles.
-    """
+def find_cutoff(values: Any) -> Tensor:
+    """float32 [R], a logit; -inf for rows that keep all tokens."""
     device, count = values.slots.device, len(values.slots)
     groups = triton.cdiv(values.vocab, GROUP)
     peaks = torch.empty(count, groups, dtype=torch.float32, device=device)
-    peak = torch.empty(count, dtype=torch.float32, device=device)
-    threshold = torch.empty(count, dtype=torch.float32, device=device)
-    total = torch.zeros(count, dtype=torch.int64, device=device)
-    found = torch.zeros(count, dtype=torch.int32, device=device)
+    peak, threshold, lowest, cutoff = torch.empty(4, count, dtype=torch.float32, device=device)
+    total = torch.zeros(count, SUMS.value, dtype=torch.int64, device=device)
+    found = torch.zeros(2, count, dtype=torch.int32, device=device)
     candidates = torch.empty(count, CAPACITY, dtype=torch.float32, device=device)
-    cutoff = torch.empty(count, dtype=torch.float32, device=device)
-    grid = (count, triton.cdiv(values.vocab, block))
-    _group_peaks[grid](values, peaks, groups, GROUP=GROUP, BLOCK=block, **EXACT)
+    grid = (count, triton.cdiv(values.vocab, SPAN))
+    blocks: dict[str, Any] = {"SPAN": SPAN, "BLOCK": BLOCK, **EXACT}
+    _group_peaks[grid](values, peaks, groups, GROUP=GROUP, **blocks)
     goals = [max(1, int(groups * (1 - math.exp(-wanted / groups)))) for wanted in (WANTED_K, WANTED_P)]
-    _threshold[(count,)](values, peaks, groups, peak, threshold, *goals, BLOCK=triton.next_power_of_2(groups), **EXACT)
-    _collect[grid](values, peak, threshold, total, found, candidates, CAPACITY=CAPACITY, BLOCK=block, **EXACT)
-    search = {"BLOCK": SEARCH_BLOCK, "num_warps": 16}
-    _search[(count,)](values, peak, threshold, total, found, candidates, cutoff, CAPACITY=CAPACITY, **search, **EXACT)
+    tops = peaks, groups, peak, threshold, lowest
+    _threshold[(count,)](values, *tops, *goals, SAMPLE=SAMPLE, BLOCK=triton.next_power_of_2(groups), **EXACT)
+    _collect[grid](values, peak, threshold, total, found, candidates, CAPACITY=CAPACITY, **blocks)
+    search = {"BLOCK": SEARCH_BLOCK, "num_warps": 16, **EXACT}
+    _search[(count,)](values, peak, threshold, total, found, candidates, cutoff, CAPACITY=CAPACITY, **search)
+    bracket = peak, threshold, lowest, total, cutoff
+    for done in range(PASSES + 1):
+        _narrow[grid](values, *bracket, found[1], candidates, done, CAPACITY=CAPACITY, **blocks)
+    _search_bracket[(count,)](values, *bracket, found[1], candidates, CAPACITY=CAPACITY, **search)
     return cutoff
 
 
 @triton.jit
-def _group_peaks(v, peaks_ptr, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """A program (row, part of BLOCK tokens) writes peaks [rows, groups]: of each group the largest value."""
+def _group_peaks(v, peaks_ptr, groups, GROUP: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    """A program (row, part of SPAN tokens) writes peaks [rows, groups]: of each group the largest logit."""
     row = tl.program_id(0)
-    part = tl.program_id(1)
     slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:
         return
     if truncates(v, slot):
-        x = row_values(v, row, slot, part * BLOCK + tl.arange(0, BLOCK))
-        x = tl.where(x == x, x, float("-inf"))
-        group = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-        peaks = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
-        tl.store(peaks_ptr + row.to(tl.int64) * groups + group, peaks, mask=group < groups)
+        for start in range(tl.program_id(1) * SPAN, tl.minimum(tl.program_id(1) * SPAN + SPAN, v.vocab), BLOCK):
+            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK))
+            x = tl.where(x == x, x, float("-inf"))
+            group = start // GROUP + tl.arange(0, BLOCK // GROUP)
+            peaks = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
+            tl.store(peaks_ptr + row.to(tl.int64) * groups + group, peaks, mask=group < groups)
 
 
 @triton.jit
-def _threshold(v, peaks_ptr, groups, peak_ptr, threshold_ptr, goal_k, goal_p, BLOCK: tl.constexpr):
-    """A program (row) finds the largest of all values, and the least that a candidate must have."""
+def _threshold(
+    v, peaks_ptr, groups, peak_ptr, threshold_ptr, lowest_ptr, goal_k, goal_p, SAMPLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A program (row) finds the largest logit, the least that a candidate must have, and the least of a sample."""
     row = tl.program_id(0)
     slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:
@@ -91,39 +100,49 @@ def _threshold(v, peaks_ptr, groups, peak_ptr, threshold_ptr, goal_k, goal_p, BL
         key = largest_reaching(ordered(value), inside.to(tl.int32), goal, lowest, ordered(peak))
         # with fewer groups than tokens wanted no threshold promises enough: take all
         threshold = tl.where(goal <= groups, unordered(key), float("-inf"))
-        min_p = tl.load(v.min_p + slot)
-        if min_p > 0.0:
-            threshold = tl.maximum(threshold, peak + tl.log(min_p))
         tl.store(peak_ptr + row, peak)
-        tl.store(threshold_ptr + row, threshold)
+        tl.store(threshold_ptr + row, tl.maximum(threshold, min_p_cutoff(v, slot, peak)))
+        x = adjusted(v, row, slot, tl.arange(0, SAMPLE) * tl.maximum(v.vocab // SAMPLE, 1))
+        tl.store(lowest_ptr + row, tl.min(tl.where(x > float("-inf"), x, float("inf"))))
 
 
 @triton.jit
 def _collect(
-    v, peak_ptr, threshold_ptr, total_ptr, found_ptr, candidates_ptr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
-):
-    """A program (row, part of BLOCK tokens) adds its tokens that reach the threshold to the row's candidates.
+    v, peak_ptr, threshold_ptr, total_ptr, found_ptr, candidates_ptr,
+    CAPACITY: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program (row, part of SPAN tokens) adds its tokens that reach the threshold to the row's candidates.
 
     found [rows] counts them, also those that candidates [rows, CAPACITY] have no room for; total [rows] is the mass of
     all tokens that min_p keeps.
     """
     row = tl.program_id(0)
-    part = tl.program_id(1)
     slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:
         return
     if truncates(v, slot):
-        x = row_values(v, row, slot, part * BLOCK + tl.arange(0, BLOCK))
-        if tl.load(v.top_p + slot) < 1.0:
-            peak = tl.load(peak_ptr + row)
-            kept = x
-            min_p = tl.load(v.min_p + slot)
-            if min_p > 0.0:
-                kept = tl.where(x >= peak + tl.log(min_p), x, float("-inf"))
-            tl.atomic_add(total_ptr + row, tl.sum(mass(kept, peak)))
-        chosen = (x >= tl.load(threshold_ptr + row)) & (x > float("-inf"))
-        one = chosen.to(tl.int32)
-        place = tl.atomic_add(found_ptr + row, tl.sum(one)) + tl.cumsum(one) - one
+        peak = tl.load(peak_ptr + row)
+        threshold = tl.load(threshold_ptr + row)
+        least = min_p_cutoff(v, slot, peak)
+        rate = 1.0 / tl.load(v.temperature + slot)
+        by_mass = tl.load(v.top_p + slot) < 1.0
+        kept = tl.zeros([BLOCK], tl.float32)
+        for start in range(tl.program_id(1) * SPAN, tl.minimum(tl.program_id(1) * SPAN + SPAN, v.vocab), BLOCK):
+            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK))
+            if by_mass:
+                kept += tl.where(x >= least, weight_of(x, peak, rate), 0.0)
+            keep(x, (x >= threshold) & (x > float("-inf")), row, found_ptr, candidates_ptr, CAPACITY)
+        if by_mass:
+            tl.atomic_add(total_ptr + row.to(tl.int64) * SUMS, fixed(tl.sum(kept)))
+
+
+@triton.jit
+def keep(x, chosen, row, found_ptr, candidates_ptr, CAPACITY: tl.constexpr):
+    """Add the chosen logits to the row's candidates."""
+    one = chosen.to(tl.int32)
+    many = tl.sum(one)
+    if many > 0:
+        place = tl.atomic_add(found_ptr + row, many) + tl.cumsum(one) - one
         tl.store(candidates_ptr + row.to(tl.int64) * CAPACITY + place, x, mask=chosen & (place < CAPACITY))
 
 
@@ -132,7 +151,11 @@ def _search(
     v, peak_ptr, threshold_ptr, total_ptr, found_ptr, candidates_ptr, cutoff_ptr,
     CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program (row) finds the cutoff among the candidates, or else in the whole row."""
+    """A program (row) finds the cutoff among the candidates, or else, with top_k, in the whole row.
+
+    It is NaN for a nucleus that they do not hold: of that the threshold is then the upper end of the bracket, and
+    total [rows, 1] the mass from there on.
+    """
     row = tl.program_id(0)
     slot = tl.load(v.slots + row).to(tl.int64)
     tl.store(cutoff_ptr + row, float("-inf"))
@@ -142,9 +165,8 @@ def _search(
         peak = tl.load(peak_ptr + row)
         low = ordered(tl.load(threshold_ptr + row))
         high = ordered(peak)
-        min_p = tl.load(v.min_p + slot)
-        top_p = tl.load(v.top_p + slot)
-        first_cutoff = tl.where(min_p > 0.0, peak + tl.log(min_p), float("-inf"))
+        rate = 1.0 / tl.load(v.temperature + slot)
+        first_cutoff = min_p_cutoff(v, slot, peak)
         cutoff = first_cutoff
         found = tl.load(found_ptr + row)
         lane = tl.arange(0, CAPACITY)
@@ -156,18 +178,129 @@ def _search(
             # min_p can leave fewer candidates than top_k: then the search ends at its cutoff
             key_k = largest_reaching(key, inside.to(tl.int32), tl.load(v.top_k + slot), low, high)
             cutoff = tl.maximum(cutoff, unordered(key_k))
+        top_p = tl.load(v.top_p + slot)
+        held = tl.zeros([], tl.int64)
         if enough & (top_p < 1.0):
-            weight = tl.where(x >= cutoff, mass(x, peak), 0)
+            weight = tl.where(x >= cutoff, fixed(weight_of(x, peak, rate)), 0)
             held = tl.sum(weight)
-            total = held
+            goal = nucleus(v, slot, held)
             if limits_top_k(v, slot) == 0:
-                total = tl.load(total_ptr + row)
-            goal = (total.to(tl.float64) * top_p).to(tl.int64)
+                goal = nucleus(v, slot, tl.load(total_ptr + row.to(tl.int64) * SUMS))
             enough = held >= goal
             cutoff = tl.maximum(cutoff, unordered(largest_reaching(key, weight, goal, low, high)))
         if enough == 0:
-            cutoff = search_row(v, row, slot, first_cutoff, peak, BLOCK)
+            if limits_top_k(v, slot) | (top_p >= 1.0):
+                cutoff = search_row(v, row, slot, first_cutoff, peak, BLOCK)
+            else:
+                cutoff = float("nan")
+                if found > CAPACITY:
+                    tl.store(threshold_ptr + row, peak + 1e-3 / rate + 1e-6 * tl.abs(peak))  # above all
+                tl.store(total_ptr + row.to(tl.int64) * SUMS + 1, held)
         tl.store(cutoff_ptr + row, cutoff)
+
+
+@triton.jit
+def _narrow(
+    v, peak_ptr, threshold_ptr, lowest_ptr, total_ptr, cutoff_ptr, found_ptr, candidates_ptr, done,
+    CAPACITY: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program (row, part of SPAN tokens) adds up its mass from each rung of the bracket on; after the last pass it
+    collects the tokens of the bracket instead. Only where the cutoff is NaN."""
+    row = tl.program_id(0)
+    cutoff = tl.load(cutoff_ptr + row)
+    if cutoff == cutoff:
+        return
+    slot = tl.load(v.slots + row).to(tl.int64)
+    peak = tl.load(peak_ptr + row)
+    rate = 1.0 / tl.load(v.temperature + slot)
+    low, high, _ = bracket(v, row, slot, peak, threshold_ptr, lowest_ptr, total_ptr, done)
+    begin = tl.program_id(1) * SPAN
+    end = tl.minimum(begin + SPAN, v.vocab)
+    if done == _PASSES:
+        for start in range(begin, end, BLOCK):
+            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK))
+            keep(x, (x >= low) & (x < high), row, found_ptr, candidates_ptr, CAPACITY)
+    else:
+        zero = tl.zeros([BLOCK], tl.float32)
+        sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+        for start in range(begin, end, BLOCK):
+            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK))
+            weight = weight_of(x, peak, rate)
+            more = ()
+            for way in tl.static_range(_WAYS):
+                more += (sums[way] + tl.where(x >= rung(low, high, way), weight, 0.0),)
+            sums = more
+        sum_ptr = total_ptr + row.to(tl.int64) * SUMS + 2 + done * _WAYS
+        for way in tl.static_range(_WAYS):
+            tl.atomic_add(sum_ptr + way, fixed(tl.sum(sums[way])))
+
+
+@triton.jit
+def _search_bracket(
+    v, peak_ptr, threshold_ptr, lowest_ptr, total_ptr, cutoff_ptr, found_ptr, candidates_ptr,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program (row) finds the cutoff among the tokens of the bracket where they have room, or else in the row."""
+    row = tl.program_id(0)
+    cutoff = tl.load(cutoff_ptr + row)
+    if cutoff == cutoff:
+        return
+    slot = tl.load(v.slots + row).to(tl.int64)
+    peak = tl.load(peak_ptr + row)
+    found = tl.load(found_ptr + row)
+    if found <= CAPACITY:
+        low, high, above = bracket(v, row, slot, peak, threshold_ptr, lowest_ptr, total_ptr, _PASSES)
+        lane = tl.arange(0, CAPACITY)
+        x = tl.load(candidates_ptr + row.to(tl.int64) * CAPACITY + lane, mask=lane < found, other=float("-inf"))
+        weight = fixed(weight_of(x, peak, 1.0 / tl.load(v.temperature + slot)))
+        goal = nucleus(v, slot, tl.load(total_ptr + row.to(tl.int64) * SUMS)) - above
+        cutoff = unordered(largest_reaching(ordered(x), weight, goal, ordered(low), ordered(high)))
+    else:
+        cutoff = search_row(v, row, slot, min_p_cutoff(v, slot, peak), peak, BLOCK)
+    tl.store(cutoff_ptr + row, cutoff)
+
+
+@triton.jit
+def bracket(v, row, slot, peak, threshold_ptr, lowest_ptr, total_ptr, done):
+    """Two logits between which the cutoff of a nucleus lies, the first included, and the mass from the second on,
+    after some passes: each leaves the part between two rungs."""
+    sum_ptr = total_ptr + row.to(tl.int64) * SUMS
+    goal = nucleus(v, slot, tl.load(sum_ptr))
+    # all tokens below this are together less than what a nucleus leaves out
+    rest = 1.0 + tl.log(v.vocab / (1.0 - tl.load(v.top_p + slot)))
+    floor = tl.maximum(min_p_cutoff(v, slot, peak), peak - rest * tl.load(v.temperature + slot))
+    high = tl.load(threshold_ptr + row)
+    low = tl.minimum(tl.maximum(floor, tl.load(lowest_ptr + row)), high)
+    above = tl.load(sum_ptr + 1)
+    way = tl.arange(0, _WAYS)
+    for i in range(done):
+        sums = tl.load(sum_ptr + 2 + i * _WAYS + way)
+        reached = tl.sum((sums >= goal).to(tl.int32))
+        above = tl.where(reached < _WAYS, tl.sum(tl.where(way == reached, sums, 0)), above)
+        next_high = tl.where(reached < _WAYS, rung(low, high, reached), high)
+        low = tl.where(reached > 0, rung(low, high, reached - 1), floor)
+        high = next_high
+    return low, high, above
+
+
+@triton.jit
+def rung(low, high, way):
+    return low + (high - low) * (way * (1.0 / _WAYS))
+
+
+@triton.jit
+def nucleus(v, slot, total):
+    """The mass that top_p keeps."""
+    return (total.to(tl.float64) * tl.load(v.top_p + slot)).to(tl.int64)
+
+
+@triton.jit
+def min_p_cutoff(v, slot, peak):
+    min_p = tl.load(v.min_p + slot)
+    cutoff = float("-inf")
+    if min_p > 0.0:
+        cutoff = peak + tl.load(v.temperature + slot) * tl.log(min_p)
+    return cutoff
 
 
 @triton.jit
@@ -185,9 +318,15 @@ def unordered(key):
 
 
 @triton.jit
-def mass(x, peak):
-    """exp(x - peak) in units of 2**-32, int64; 0 for -inf and NaN."""
-    return (tl.where(x == x, tl.exp(x - peak), 0.0) * 4294967296.0).to(tl.int64)
+def weight_of(x, peak, rate):
+    """The mass of logits, that of the largest being 1; 0 for -inf and NaN."""
+    return tl.where(x == x, tl.exp((x - peak) * rate), 0.0)
+
+
+@triton.jit
+def fixed(mass):
+    """In units of 2**-32, int64."""
+    return (mass * 4294967296.0).to(tl.int64)
 
 
 @triton.jit
@@ -210,6 +349,7 @@ def search_row(v, row, slot, cutoff, peak, BLOCK: tl.constexpr):
     The same two searches as over candidates, for a goal of tokens and for one of mass, four ways a pass.
     """
     token = tl.arange(0, BLOCK)
+    rate = 1.0 / tl.load(v.temperature + slot)
     for by_mass in tl.static_range(2):
         if by_mass:
             wanted = tl.load(v.top_p + slot) < 1.0
@@ -220,8 +360,8 @@ def search_row(v, row, slot, cutoff, peak, BLOCK: tl.constexpr):
             if by_mass:
                 kept = tl.zeros([BLOCK], tl.float32)
                 for start in range(0, v.vocab, BLOCK):
-                    x = row_values(v, row, slot, start + token)
-                    kept += tl.where(x >= cutoff, tl.exp(x - peak), 0.0)
+                    x = adjusted(v, row, slot, start + token)
+                    kept += tl.where(x >= cutoff, weight_of(x, peak, rate), 0.0)
                 goal = tl.sum(kept) * tl.load(v.top_p + slot)
             low = ordered(cutoff).to(tl.int64)
             high = ordered(peak).to(tl.int64)
@@ -234,10 +374,10 @@ def search_row(v, row, slot, cutoff, peak, BLOCK: tl.constexpr):
                 sum_2 = tl.zeros([BLOCK], tl.float32)
                 sum_3 = tl.zeros([BLOCK], tl.float32)
                 for start in range(0, v.vocab, BLOCK):
-                    x = row_values(v, row, slot, start + token)
+                    x = adjusted(v, row, slot, start + token)
                     weight = tl.full([BLOCK], 1.0, tl.float32)
                     if by_mass:
-                        weight = tl.exp(x - peak)
+                        weight = weight_of(x, peak, rate)
                     key = ordered(x)
                     sum_1 += tl.where(key >= key_1.to(tl.int32), weight, 0.0)
                     sum_2 += tl.where(key >= key_2.to(tl.int32), weight, 0.0)

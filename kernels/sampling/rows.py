@@ -18,10 +18,17 @@ GREEDY_BELOW = 1e-5
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 """Of the hash that makes the random bits: 2**32 / phi, and the two factors of MurmurHash3's fmix32."""
 NO_LIMIT = (1 << 31) - 1
-PART = 2048
-"""Tokens of which `draw` finds the best."""
+PART = 1024
+"""Tokens that `draw` looks at together."""
+PROGRAMS = 2048
+"""Of `draw`, about as many as keep a GPU busy: with more rows each goes through more tokens."""
 SEEN_IN_PROMPT = 1 << 30
 """Bit of `counts` that marks a token of the prompt; the bits below count it in the output."""
+
+
+def part_size(num_rows: int, columns: int) -> int:
+    """Columns of which `draw` finds the best, a multiple of PART."""
+    return PART * min(max(num_rows * columns // (PROGRAMS * PART), 1), -(-columns // PART))
 
 
 @dataclass(frozen=True, slots=True)

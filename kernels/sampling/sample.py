@@ -14,9 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from wavecore.kernels.sampling.cutoff import find_cutoff
-from wavecore.kernels.sampling.hash import NEAR, gumbel, rough_gumbel, row_keys
-from wavecore.kernels.sampling.rows import PART, SamplingRows
-from wavecore.kernels.sampling.values import EXACT, adjusted, is_greedy, logits_of, penalised, row_values, values_of
+from wavecore.kernels.sampling.hash import gumbel, gumbel_bound, row_keys
+from wavecore.kernels.sampling.rows import PART, SamplingRows, part_size
+from wavecore.kernels.sampling.values import (
+    EXACT,
+    adjusted,
+    changes,
+    is_greedy,
+    largest,
+    logits_of,
+    penalised,
+    row_values,
+    values_of,
+)
 
 WORD_BLOCK = 256
 """A bad word has at most so many tokens (`sampling_params.MAX_STOP_LENGTH`)."""
@@ -36,13 +46,13 @@ def draw(logits: Tensor, rows: SamplingRows) -> Tensor:
     """See `reference.sampling.draw`; logits has unit stride along the vocabulary."""
     count, vocab = logits.shape
     assert logits.stride(1) == 1 and rows.token_ids.stride(1) == 1 and rows.counts.stride(1) == 1
-    parts = triton.cdiv(vocab, PART)
-    best = torch.empty(2, count, parts, dtype=torch.float32, device=logits.device)
+    size = part_size(count, vocab)
+    best = torch.empty(2, count, triton.cdiv(vocab, size), dtype=torch.float32, device=logits.device)
     if not count:
         return best
     values = _edited(logits, rows)
-    cutoff = find_cutoff(values, PART) if rows.truncates else best
-    _draw[(count, parts)](values, cutoff, best, HAS_CUTOFF=rows.truncates, BLOCK=PART, num_warps=2, **EXACT)
+    cutoff = find_cutoff(values) if rows.truncates else best
+    _draw[best.shape[1:]](values, cutoff, best, size, HAS_CUTOFF=rows.truncates, BLOCK=PART, num_warps=1, **EXACT)
     return best
 
 
@@ -117,48 +127,64 @@ def _adjust(v, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _draw(v, cutoff_ptr, best_ptr, HAS_CUTOFF: tl.constexpr, BLOCK: tl.constexpr):
-    """A program (row, part of BLOCK tokens) writes to best [2, rows, parts] the part's best value, NaN if any is, and
+def _draw(v, cutoff_ptr, best_ptr, size, HAS_CUTOFF: tl.constexpr, BLOCK: tl.constexpr):
+    """A program (row, part of `size` tokens) writes to best [2, rows, parts] the part's best value, NaN if any is, and
     its token; 0 where the row does not sample.
 
-    With a temperature rough noise finds the few tokens that may be the best one, and these are compared exactly.
+    With a temperature a token gets a bound of its noise; only where that lets it win its true noise is computed.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
     value_ptr = best_ptr + row.to(tl.int64) * parts + part
     token_ptr = value_ptr + tl.num_programs(0).to(tl.int64) * parts
-    column = part * BLOCK + tl.arange(0, BLOCK)
-    x = logits_of(v, row, column)  # on its way while the row's parameters are
+    begin = part * size
+    end = tl.minimum(begin + size, v.vocab)
+    ahead = logits_of(v, row, begin + tl.arange(0, BLOCK))  # on its way while the row's parameters are
     slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:
         tl.store(value_ptr, 0.0)
         tl.store(token_ptr, 0.0)
         return
+    noisy = is_greedy(v, slot) == 0
+    changed = changes(v, slot)
     temperature = tl.load(v.temperature + slot)
     key_1, key_2 = row_keys(tl.load(v.seed + slot), tl.load(v.choice + slot), tl.load(v.positions + row))
-    x = penalised(v, x, slot, column)
-    broken = tl.max((x != x).to(tl.int32), axis=0)
-    x = tl.where(x == x, x, float("-inf"))
-    noisy = is_greedy(v, slot) == 0
-    if noisy:
-        rough = x * (1.0 / temperature) + rough_gumbel(v.first + column, key_1, key_2)
+    cutoff = float("-inf")
+    if HAS_CUTOFF:
+        cutoff = tl.load(cutoff_ptr + row)
+    best = float("-inf")
+    token = begin
+    broken = False
+    for start in range(begin, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = ahead.to(tl.float32)
+        if start + BLOCK < end:
+            ahead = logits_of(v, row, column + BLOCK)
+        if changed:
+            x = penalised(v, x, slot, column)
         if HAS_CUTOFF:
-            rough = tl.where(x / temperature >= tl.load(cutoff_ptr + row), rough, float("-inf"))
-        x = rough
-    best = tl.max(x, axis=0)
-    doubtful = noisy & (tl.abs(best) < float("inf"))
-    least = best - tl.where(doubtful, 2 * NEAR + tl.abs(best) * 1e-6, 0.0)  # quotients are rounded
-    at = tl.min(tl.where(x >= least, column, v.vocab), axis=0)
-    token = at
-    if doubtful:
-        best = float("-inf")
-        while at < v.vocab:
-            value = row_values(v, row, slot, at) + gumbel(v.first + at, key_1, key_2)
-            token = tl.where(value > best, at, token)
+            kept = noisy & ((largest(x) < cutoff) == 0)
+        else:
+            kept = noisy
+        if kept:
+            if HAS_CUTOFF:
+                x = tl.where(x < cutoff, float("-inf"), x)
+            x = tl.fma(x, 1.0 / temperature, gumbel_bound(v.first + column, key_1, key_2))
+        elif noisy:
+            x = tl.full([BLOCK], float("-inf"), tl.float32)
+        bound = largest(x)
+        broken |= bound != bound
+        while bound + tl.where(noisy, 1e-4 + tl.abs(bound) * 1e-6, 0.0) > best:  # the bound of noise is rounded
+            at = tl.min(tl.where(x == bound, column, v.vocab), axis=0)
+            value = bound
+            if noisy:
+                value = row_values(v, row, slot, at) + gumbel(v.first + at, key_1, key_2)
+            token = tl.where((value > best) | ((value == best) & (at < token)), at, token)
             best = tl.maximum(value, best)
-            at = tl.min(tl.where((x >= least) & (column > at), column, v.vocab), axis=0)
-    tl.store(value_ptr, tl.where(broken > 0, float("nan"), best))
+            x = tl.where(column == at, float("-inf"), x)
+            bound = largest(x)
+    tl.store(value_ptr, tl.where(broken, float("nan"), best))
     tl.store(token_ptr, (v.first + token).to(tl.float32))
 
 

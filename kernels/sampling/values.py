@@ -66,12 +66,19 @@ def adjusted(v, row, slot, token):
 
 @triton.jit
 def logits_of(v, row, token):
-    x = tl.load(v.logits + row.to(tl.int64) * v.stride + token, mask=token < v.vocab, other=float("-inf"))
-    return x.to(tl.float32)
+    """As they are stored: what converts them waits for them."""
+    return tl.load(v.logits + row.to(tl.int64) * v.stride + token, mask=token < v.vocab, other=float("-inf"))
+
+
+@triton.jit
+def changes(v, slot):
+    """Whether `penalised` changes anything of a row."""
+    return (tl.load(v.allowed_row + slot) >= 0) | (tl.load(v.count_row + slot) >= 0)
 
 
 @triton.jit
 def penalised(v, x, slot, token):
+    x = x.to(tl.float32)
     inside = token < v.vocab
     allowed_row = tl.load(v.allowed_row + slot).to(tl.int64)
     if allowed_row >= 0:
@@ -86,3 +93,14 @@ def penalised(v, x, slot, token):
         x -= tl.load(v.frequency_penalty + slot) * output.to(tl.float32)
         x -= tl.where(output > 0, tl.load(v.presence_penalty + slot), 0.0)
     return x
+
+
+@triton.jit
+def largest(x):
+    """The largest value, or NaN if any is."""
+    return tl.reduce(x, 0, _larger)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

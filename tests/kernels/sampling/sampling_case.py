@@ -17,7 +17,7 @@ from wavecore.kernels.examples import sampling_rows
 from wavecore.kernels.reference import sampling
 from wavecore.kernels.sampling import sample as kernels
 from wavecore.kernels.sampling.cutoff import find_cutoff
-from wavecore.kernels.sampling.rows import NO_LIMIT, PART, SamplingRows
+from wavecore.kernels.sampling.rows import NO_LIMIT, SamplingRows
 from wavecore.kernels.sampling.values import values_of
 
 Case = tuple[Tensor, SamplingRows]
@@ -184,7 +184,7 @@ def check_cutoff(device: str, spread: float) -> None:
         top_p=floats(top_p, device),
         min_p=floats(min_p, device),
     )
-    cutoff = find_cutoff(values_of(logits.to(device), rows), PART).cpu()
+    cutoff = find_cutoff(values_of(logits.to(device), rows)).cpu()
     kept = (logits >= cutoff[:, None]).sum(1).tolist()
     for row in range(n):
         want = kept_by_sorting(logits[row], top_k[row], top_p[row], min_p[row])

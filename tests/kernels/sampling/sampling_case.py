@@ -144,6 +144,15 @@ def biases_far_above_the_logits(device: str, dtype: torch.dtype) -> Case:
     return logits.to(device, dtype), rows
 
 
+def a_nucleus_of_equal_logits(device: str, dtype: torch.dtype) -> Case:
+    """More of them than candidates have room for: as the largest, and as those at the border of the nucleus."""
+    n, vocab = 2, 4400
+    rows = sampling_rows(n, vocab, device, temperature=floats([0.5] * n, device), top_p=floats([0.5] * n, device))
+    logits = torch.zeros(n, vocab)
+    logits[1, :50] = 0.5
+    return logits.to(device, dtype), rows
+
+
 EDGES: list[Callable[[str, torch.dtype], Case]] = [
     slots_out_of_order,
     equal_logits,
@@ -151,6 +160,7 @@ EDGES: list[Callable[[str, torch.dtype], Case]] = [
     a_word_begun_by_the_first_token,
     a_token_behind_the_table,
     biases_far_above_the_logits,
+    a_nucleus_of_equal_logits,
 ]
 
 TRUNCATIONS = [
@@ -173,6 +183,7 @@ def check_cutoff(device: str, spread: float) -> None:
     """
     n, vocab = 2 * len(TRUNCATIONS), 9000  # more than candidates have room for, and than a search reads at once
     logits = torch.randn(n, vocab) * spread
+    logits[1::2, ::2] += 4 * spread  # a sample of every second token sees none of the others
     logits[1::2, -1] = logits[1::2].amax(1) + 0.5  # the last token is the first to be kept
     top_k, top_p, min_p = zip(*(options for options in TRUNCATIONS for _ in range(2)), strict=True)
     rows = sampling_rows(

@@ -101,6 +101,19 @@ def test_noise_is_keyed_by_all_four() -> None:
     assert abs(float(big.mean()) - 0.5772) < 0.01 and abs(float(big.var()) - math.pi**2 / 6) < 0.02
 
 
+@pytest.mark.parametrize("tokens, positions", [(1, 0), (2, 0), (64, 0), (1024, 0), (0, 1), (1, 1)])
+def test_noise_of_neighbours_is_independent(tokens: int, positions: int) -> None:
+    """chi-square over the sixteenths in which the noise of two tokens lies, so far apart in id and position."""
+    n, vocab = 64, 8192
+    zero = torch.zeros(n, dtype=torch.int32)
+    noise = gumbel(zero.long(), zero, torch.arange(n, dtype=torch.int32), vocab)
+    part = (torch.exp(-torch.exp(-noise)) * 16).long().clamp(max=15)
+    pairs = part[: n - positions, : vocab - tokens] * 16 + part[positions:, tokens:]
+    seen = torch.bincount(pairs.flatten(), minlength=256).double()
+    mean = pairs.numel() / 256
+    assert float(((seen - mean) ** 2 / mean).sum()) < 255 + 4 * math.sqrt(2 * 255)
+
+
 def test_noise_is_exact_at_both_ends() -> None:
     """Against the formula in float64, for uniform numbers from 2**-57 to 1 - 2**-57."""
     distance = torch.cat((torch.arange(5000), torch.logspace(12, 31, 5000, base=2, dtype=torch.float64).long() - 1))

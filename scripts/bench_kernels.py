@@ -245,13 +245,14 @@ def preparation() -> None:
 def sampling() -> None:
     vocab = 151_936
     kinds = {
-        "greedy": (0.0, 0, 1.0),
-        "temperature": (1.0, 0, 1.0),
-        "top_k 50": (1.0, 50, 1.0),
-        "top_p 0.9": (1.0, 0, 0.9),
-        "top_k and top_p": (0.8, 50, 0.95),
+        "greedy": (0.0, 0, 1.0, 3.0),
+        "temperature": (1.0, 0, 1.0, 3.0),
+        "top_k 50": (1.0, 50, 1.0, 3.0),
+        "top_p 0.9": (1.0, 0, 0.9, 3.0),
+        "top_k and top_p": (0.8, 50, 0.95, 3.0),
+        "top_p 0.9, flat": (1.0, 0, 0.9, 0.2),
     }
-    for rows, (name, (temperature, top_k, top_p)) in itertools.product((1, 32, 256), kinds.items()):
+    for rows, (name, (temperature, top_k, top_p, spread)) in itertools.product((1, 32, 256), kinds.items()):
         state = sampling_rows(
             rows,
             vocab,
@@ -261,7 +262,7 @@ def sampling() -> None:
             top_p=torch.full((rows,), top_p, device="cuda"),
         )
         state = replace(state, truncates=bool(top_k) or top_p < 1, edits=False)
-        calls = [partial(sample, randn(rows, vocab) * 3, state, vocab, ALONE) for _ in range(4)]
+        calls = [partial(sample, randn(rows, vocab) * spread, state, vocab, ALONE) for _ in range(4)]
         report(f"sample {rows} x {vocab} {name}", calls, moved=2.0 * rows * vocab)
 
 

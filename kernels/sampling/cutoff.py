@@ -4,12 +4,15 @@
 2. A threshold: the m-th largest of these, m at least top_k. At least m tokens reach it, and of tokens in random order
    about -n log(1 - m / n), n being the number of groups.
 3. The tokens that reach it are collected in parallel; the probability mass of all is added up on the way.
-4. A bisection over the collected few finds the cutoff. Where they do not hold the nucleus of top_p (a very flat
-   distribution) or are too many (thousands of equal logits), the whole row is searched instead.
+4. A bisection over the collected few finds the cutoff.
+5. Where they do not hold the nucleus of top_p (a flat distribution), its cutoff is narrowed down below the threshold:
+   each pass over the row, in parallel, adds up the mass from each of WAYS evenly spaced logits on. The tokens between
+   the last two are collected and searched like the others.
+6. Where collected tokens are too many (thousands of equal logits, or of top_k), the whole row is searched.
 
-A search goes by bisection over the ordered bits of logits. Candidates lie in no fixed order, so their masses are added
-as 64-bit integers: the sum does not depend on the order, and a seed gives the same tokens whatever the batch. A whole
-row is read in a fixed order, where float32 serves.
+A search goes by bisection over the ordered bits of logits. Candidates lie in no fixed order, and the parts of a row
+depend on the batch, so masses are added as 64-bit integers, those of PART tokens having been added in a fixed order:
+a seed gives the same tokens whatever the batch.
 """
 
 from __future__ import annotations
@@ -22,18 +25,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wavecore.kernels.sampling.values import EXACT, adjusted, limits_top_k, truncates
+from wavecore.kernels.sampling.rows import PART, part_size
+from wavecore.kernels.sampling.values import EXACT, adjusted, changes, limits_top_k, truncates
 
-BLOCK, SPAN = 1024, 8192
-"""Tokens that a program reads at once, and in all, where several share a row. Sums of mass depend on both: they are
-the same whatever the batch."""
 GROUP = 128
-CAPACITY = 4096
+CAPACITY = 8192
 """Candidates kept at most."""
 SEARCH_BLOCK = 8192
 """Tokens read at once where a whole row is searched by one program."""
 SAMPLE = 4096
-PASSES, WAYS = 3, 8
+"""Tokens of which the least is where narrowing begins."""
+PASSES, WAYS = 2, 8
 """A nucleus that candidates do not hold is narrowed down so often, each time to one of so many parts."""
 _PASSES, _WAYS, SUMS = tl.constexpr(PASSES), tl.constexpr(WAYS), tl.constexpr(2 + PASSES * WAYS)
 WANTED_K, WANTED_P = 512, 3072
@@ -45,12 +47,14 @@ def find_cutoff(values: Any) -> Tensor:
     device, count = values.slots.device, len(values.slots)
     groups = triton.cdiv(values.vocab, GROUP)
     peaks = torch.empty(count, groups, dtype=torch.float32, device=device)
-    peak, threshold, lowest, cutoff = torch.empty(4, count, dtype=torch.float32, device=device)
+    peak, threshold, lowest = torch.empty(3, count, dtype=torch.float32, device=device)
+    cutoff = torch.empty(count, dtype=torch.float32, device=device)
     total = torch.zeros(count, SUMS.value, dtype=torch.int64, device=device)
     found = torch.zeros(2, count, dtype=torch.int32, device=device)
     candidates = torch.empty(count, CAPACITY, dtype=torch.float32, device=device)
-    grid = (count, triton.cdiv(values.vocab, SPAN))
-    blocks: dict[str, Any] = {"SPAN": SPAN, "BLOCK": BLOCK, **EXACT}
+    size = part_size(count, values.vocab)
+    grid = (count, triton.cdiv(values.vocab, size))
+    blocks: dict[str, Any] = {"size": size, "BLOCK": PART, "num_warps": 1, **EXACT}
     _group_peaks[grid](values, peaks, groups, GROUP=GROUP, **blocks)
     goals = [max(1, int(groups * (1 - math.exp(-wanted / groups)))) for wanted in (WANTED_K, WANTED_P)]
     tops = peaks, groups, peak, threshold, lowest
@@ -60,21 +64,23 @@ def find_cutoff(values: Any) -> Tensor:
     _search[(count,)](values, peak, threshold, total, found, candidates, cutoff, CAPACITY=CAPACITY, **search)
     bracket = peak, threshold, lowest, total, cutoff
     for done in range(PASSES + 1):
-        _narrow[grid](values, *bracket, found[1], candidates, done, CAPACITY=CAPACITY, **blocks)
+        _narrow[grid](values, *bracket, found[1], candidates, DONE=done, CAPACITY=CAPACITY, **blocks)
     _search_bracket[(count,)](values, *bracket, found[1], candidates, CAPACITY=CAPACITY, **search)
     return cutoff
 
 
 @triton.jit
-def _group_peaks(v, peaks_ptr, groups, GROUP: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    """A program (row, part of SPAN tokens) writes peaks [rows, groups]: of each group the largest logit."""
+def _group_peaks(v, peaks_ptr, groups, size, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """A program (row, part of `size` tokens) writes peaks [rows, groups]: of each group the largest logit."""
     row = tl.program_id(0)
     slot = tl.load(v.slots + row).to(tl.int64)
     if slot < 0:
         return
     if truncates(v, slot):
-        for start in range(tl.program_id(1) * SPAN, tl.minimum(tl.program_id(1) * SPAN + SPAN, v.vocab), BLOCK):
-            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK))
+        changed = changes(v, slot)
+        begin = tl.program_id(1) * size
+        for start in range(begin, tl.minimum(begin + size, v.vocab), BLOCK):
+            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK), changed)
             x = tl.where(x == x, x, float("-inf"))
             group = start // GROUP + tl.arange(0, BLOCK // GROUP)
             peaks = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
@@ -102,16 +108,17 @@ def _threshold(
         threshold = tl.where(goal <= groups, unordered(key), float("-inf"))
         tl.store(peak_ptr + row, peak)
         tl.store(threshold_ptr + row, tl.maximum(threshold, min_p_cutoff(v, slot, peak)))
-        x = adjusted(v, row, slot, tl.arange(0, SAMPLE) * tl.maximum(v.vocab // SAMPLE, 1))
-        tl.store(lowest_ptr + row, tl.min(tl.where(x > float("-inf"), x, float("inf"))))
+        if (tl.load(v.top_p + slot) < 1.0) & (limits_top_k(v, slot) == 0):
+            x = adjusted(v, row, slot, tl.arange(0, SAMPLE) * tl.maximum(v.vocab // SAMPLE, 1))
+            tl.store(lowest_ptr + row, tl.min(tl.where(x > float("-inf"), x, float("inf"))))
 
 
 @triton.jit
 def _collect(
-    v, peak_ptr, threshold_ptr, total_ptr, found_ptr, candidates_ptr,
-    CAPACITY: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    v, peak_ptr, threshold_ptr, total_ptr, found_ptr, candidates_ptr, size,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program (row, part of SPAN tokens) adds its tokens that reach the threshold to the row's candidates.
+    """A program (row, part of `size` tokens) adds its tokens that reach the threshold to the row's candidates.
 
     found [rows] counts them, also those that candidates [rows, CAPACITY] have no room for; total [rows] is the mass of
     all tokens that min_p keeps.
@@ -126,14 +133,16 @@ def _collect(
         least = min_p_cutoff(v, slot, peak)
         rate = 1.0 / tl.load(v.temperature + slot)
         by_mass = tl.load(v.top_p + slot) < 1.0
-        kept = tl.zeros([BLOCK], tl.float32)
-        for start in range(tl.program_id(1) * SPAN, tl.minimum(tl.program_id(1) * SPAN + SPAN, v.vocab), BLOCK):
-            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK))
+        total = tl.zeros([], tl.int64)
+        changed = changes(v, slot)
+        begin = tl.program_id(1) * size
+        for start in range(begin, tl.minimum(begin + size, v.vocab), BLOCK):
+            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK), changed)
             if by_mass:
-                kept += tl.where(x >= least, weight_of(x, peak, rate), 0.0)
+                total += fixed(tl.sum(tl.where(x >= least, weight_of(x, peak, rate), 0.0)))
             keep(x, (x >= threshold) & (x > float("-inf")), row, found_ptr, candidates_ptr, CAPACITY)
         if by_mass:
-            tl.atomic_add(total_ptr + row.to(tl.int64) * SUMS, fixed(tl.sum(kept)))
+            tl.atomic_add(total_ptr + row.to(tl.int64) * SUMS, total)
 
 
 @triton.jit
@@ -201,10 +210,10 @@ def _search(
 
 @triton.jit
 def _narrow(
-    v, peak_ptr, threshold_ptr, lowest_ptr, total_ptr, cutoff_ptr, found_ptr, candidates_ptr, done,
-    CAPACITY: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    v, peak_ptr, threshold_ptr, lowest_ptr, total_ptr, cutoff_ptr, found_ptr, candidates_ptr, size,
+    DONE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program (row, part of SPAN tokens) adds up its mass from each rung of the bracket on; after the last pass it
+    """A program (row, part of `size` tokens) adds up its mass from each rung of the bracket on; after the last pass it
     collects the tokens of the bracket instead. Only where the cutoff is NaN."""
     row = tl.program_id(0)
     cutoff = tl.load(cutoff_ptr + row)
@@ -213,26 +222,24 @@ def _narrow(
     slot = tl.load(v.slots + row).to(tl.int64)
     peak = tl.load(peak_ptr + row)
     rate = 1.0 / tl.load(v.temperature + slot)
-    low, high, _ = bracket(v, row, slot, peak, threshold_ptr, lowest_ptr, total_ptr, done)
-    begin = tl.program_id(1) * SPAN
-    end = tl.minimum(begin + SPAN, v.vocab)
-    if done == _PASSES:
+    low, high, _ = bracket(v, row, slot, peak, threshold_ptr, lowest_ptr, total_ptr, DONE)
+    changed = changes(v, slot)
+    begin = tl.program_id(1) * size
+    end = tl.minimum(begin + size, v.vocab)
+    if DONE == _PASSES:
         for start in range(begin, end, BLOCK):
-            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK))
+            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK), changed)
             keep(x, (x >= low) & (x < high), row, found_ptr, candidates_ptr, CAPACITY)
     else:
-        zero = tl.zeros([BLOCK], tl.float32)
-        sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+        lane = tl.arange(0, _WAYS)
+        sums = tl.zeros([_WAYS], tl.int64)
         for start in range(begin, end, BLOCK):
-            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK))
+            x = adjusted(v, row, slot, start + tl.arange(0, BLOCK), changed)
             weight = weight_of(x, peak, rate)
-            more = ()
             for way in tl.static_range(_WAYS):
-                more += (sums[way] + tl.where(x >= rung(low, high, way), weight, 0.0),)
-            sums = more
-        sum_ptr = total_ptr + row.to(tl.int64) * SUMS + 2 + done * _WAYS
-        for way in tl.static_range(_WAYS):
-            tl.atomic_add(sum_ptr + way, fixed(tl.sum(sums[way])))
+                mass = tl.sum(tl.where(x >= rung(low, high, way), weight, 0.0))
+                sums += tl.where(lane == way, fixed(mass), 0)
+        tl.atomic_add(total_ptr + row.to(tl.int64) * SUMS + 2 + DONE * _WAYS + lane, sums)
 
 
 @triton.jit
@@ -261,7 +268,7 @@ def _search_bracket(
 
 
 @triton.jit
-def bracket(v, row, slot, peak, threshold_ptr, lowest_ptr, total_ptr, done):
+def bracket(v, row, slot, peak, threshold_ptr, lowest_ptr, total_ptr, done: tl.constexpr):
     """Two logits between which the cutoff of a nucleus lies, the first included, and the mass from the second on,
     after some passes: each leaves the part between two rungs."""
     sum_ptr = total_ptr + row.to(tl.int64) * SUMS
@@ -273,7 +280,7 @@ def bracket(v, row, slot, peak, threshold_ptr, lowest_ptr, total_ptr, done):
     low = tl.minimum(tl.maximum(floor, tl.load(lowest_ptr + row)), high)
     above = tl.load(sum_ptr + 1)
     way = tl.arange(0, _WAYS)
-    for i in range(done):
+    for i in tl.static_range(done):
         sums = tl.load(sum_ptr + 2 + i * _WAYS + way)
         reached = tl.sum((sums >= goal).to(tl.int32))
         above = tl.where(reached < _WAYS, tl.sum(tl.where(way == reached, sums, 0)), above)
@@ -346,9 +353,8 @@ def largest_reaching(key, weight, goal, low, high):
 def search_row(v, row, slot, cutoff, peak, BLOCK: tl.constexpr):
     """The cutoff of top_k and top_p over a whole row above min_p's cutoff: slow, and always right.
 
-    The same two searches as over candidates, for a goal of tokens and for one of mass, four ways a pass.
+    The same two searches as over candidates, for a goal of tokens and for one of mass.
     """
-    token = tl.arange(0, BLOCK)
     rate = 1.0 / tl.load(v.temperature + slot)
     for by_mass in tl.static_range(2):
         if by_mass:
@@ -358,35 +364,27 @@ def search_row(v, row, slot, cutoff, peak, BLOCK: tl.constexpr):
         if wanted:
             goal = tl.load(v.top_k + slot).to(tl.float32)
             if by_mass:
-                kept = tl.zeros([BLOCK], tl.float32)
-                for start in range(0, v.vocab, BLOCK):
-                    x = adjusted(v, row, slot, start + token)
-                    kept += tl.where(x >= cutoff, weight_of(x, peak, rate), 0.0)
-                goal = tl.sum(kept) * tl.load(v.top_p + slot)
+                goal = weight_from(v, row, slot, cutoff, peak, rate, by_mass, BLOCK) * tl.load(v.top_p + slot)
             low = ordered(cutoff).to(tl.int64)
             high = ordered(peak).to(tl.int64)
             while low < high:
-                quarter = (high - low + 3) // 4
-                key_1 = low + quarter
-                key_2 = tl.minimum(low + 2 * quarter, high)
-                key_3 = tl.minimum(low + 3 * quarter, high)
-                sum_1 = tl.zeros([BLOCK], tl.float32)
-                sum_2 = tl.zeros([BLOCK], tl.float32)
-                sum_3 = tl.zeros([BLOCK], tl.float32)
-                for start in range(0, v.vocab, BLOCK):
-                    x = adjusted(v, row, slot, start + token)
-                    weight = tl.full([BLOCK], 1.0, tl.float32)
-                    if by_mass:
-                        weight = weight_of(x, peak, rate)
-                    key = ordered(x)
-                    sum_1 += tl.where(key >= key_1.to(tl.int32), weight, 0.0)
-                    sum_2 += tl.where(key >= key_2.to(tl.int32), weight, 0.0)
-                    sum_3 += tl.where(key >= key_3.to(tl.int32), weight, 0.0)
-                reach_1 = tl.sum(sum_1) >= goal
-                reach_2 = tl.sum(sum_2) >= goal
-                reach_3 = tl.sum(sum_3) >= goal
-                low = tl.where(reach_3, key_3, tl.where(reach_2, key_2, tl.where(reach_1, key_1, low)))
-                above = tl.where(reach_2, key_3, tl.where(reach_1, key_2, key_1)) - 1
-                high = tl.where(reach_3, high, tl.maximum(above, low))
+                middle = (low + high + 1) >> 1
+                least = unordered(middle.to(tl.int32))
+                reached = weight_from(v, row, slot, least, peak, rate, by_mass, BLOCK) >= goal
+                low = tl.where(reached, middle, low)
+                high = tl.where(reached, high, middle - 1)
             cutoff = tl.maximum(cutoff, unordered(low.to(tl.int32)))
     return cutoff
+
+
+@triton.jit
+def weight_from(v, row, slot, least, peak, rate, by_mass: tl.constexpr, BLOCK: tl.constexpr):
+    """The mass, or else the number, of a row's tokens from a logit on."""
+    weights = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, v.vocab, BLOCK):
+        x = adjusted(v, row, slot, start + tl.arange(0, BLOCK))
+        weight = tl.full([BLOCK], 1.0, tl.float32)
+        if by_mass:
+            weight = weight_of(x, peak, rate)
+        weights += tl.where(x >= least, weight, 0.0)
+    return tl.sum(weights)

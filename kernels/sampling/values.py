@@ -59,9 +59,12 @@ def row_values(v, row, slot, token):
 
 
 @triton.jit
-def adjusted(v, row, slot, token):
-    """The same, not yet divided by the temperature."""
-    return penalised(v, logits_of(v, row, token), slot, token)
+def adjusted(v, row, slot, token, changed=True):
+    """The same, not yet divided by the temperature; `changed` may say what `changes` does, asked once for many."""
+    x = logits_of(v, row, token).to(tl.float32)
+    if changed:
+        x = penalised(v, x, slot, token)
+    return x
 
 
 @triton.jit

@@ -174,7 +174,10 @@ def _draw(v, cutoff_ptr, best_ptr, size, HAS_CUTOFF: tl.constexpr, BLOCK: tl.con
         elif noisy:
             x = tl.full([BLOCK], float("-inf"), tl.float32)
         bound = largest(x)
-        broken |= bound != bound
+        if bound != bound:
+            broken = True
+            x = tl.where(x == x, x, float("-inf"))
+            bound = tl.max(x)
         while bound + tl.where(noisy, 1e-4 + tl.abs(bound) * 1e-6, 0.0) > best:  # the bound of noise is rounded
             at = tl.min(tl.where(x == bound, column, v.vocab), axis=0)
             value = bound

@@ -4,8 +4,6 @@
 Exit codes: 0 stopped, 2 settings, 3 port or other resource, 4 model, 5 died.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import logging

@@ -7,8 +7,6 @@ so a crash of native code ends a child and not the actor, and the child is start
 What it is told and answers are plain values, so that a node with another version of this package can say so.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Mapping

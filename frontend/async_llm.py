@@ -1,7 +1,5 @@
 """AsyncLLM: streams of many requests in one event loop, close to vLLM's class of that name."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What `LLM` and `AsyncLLM` share: how they start or attach, what they know of their model, how they end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Settings come from keywords, files, flags and the environment; here they get our names and are checked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import json

@@ -12,8 +12,6 @@
 Needs pytest where it skips, and nowhere else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

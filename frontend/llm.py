@@ -1,7 +1,5 @@
 """LLM: offline generation, close to vLLM's class of that name; and `connect`, to an engine that others started."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self

@@ -1,7 +1,5 @@
 """Progress bars of a start and of a batch; on a terminal or notebook by default, silent elsewhere."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The forms a prompt may take, made into one. Names as in vLLM: text, `TextPrompt`, `TokensPrompt`, `EmbedsPrompt`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict

@@ -1,7 +1,5 @@
 """Gated activations: act(gate) * up over [T, 2 I] = gate | up."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -14,8 +14,6 @@ grow, and kernels count them, so nothing is reset and a CUDA graph can be replay
 If a peer never publishes, the kernel waits until its own process is ended by a signal: ranks live and die together.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ all that they wrote is visible, and the next kernel may start. A kernel that is 
 it on every path before it touches what another one reads or writes: the wait of each is what the next one's rests on.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -1,7 +1,5 @@
 """Does a function do what a twin does? Compares results, and the arguments that it may have changed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass

@@ -1,7 +1,5 @@
 """Copies of whole blocks inside the KV cache."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

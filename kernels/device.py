@@ -1,7 +1,5 @@
 """What kernels need to know of a device."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

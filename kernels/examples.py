@@ -1,7 +1,5 @@
 """Small random inputs for every operation: what `register_op` tries a function on, and what the tests start from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """QK-norm, RoPE and the write of keys and values into the cache, in one launch from the fused QKV buffer."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

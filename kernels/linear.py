@@ -3,8 +3,6 @@
 With few rows a product costs what reading its weights costs, and each is read once. What is whose goes by shapes alone.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

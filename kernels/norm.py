@@ -1,7 +1,5 @@
 """Add and RMSNorm in one pass. Sums in float32; the norm sees the sum as it is stored, rounded."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 """Input preparation: one launch writes what changes in the block table, one turns the step's rows and the slots' state
 into the batch's tensors."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -4,8 +4,6 @@ The result is the same bits on every rank. All that ranks decide from results, t
 alike without a word.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol

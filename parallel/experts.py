@@ -4,8 +4,6 @@ Ranks of one engine have the same tokens anyway, so only engines exchange. No ra
 before it computes them: what is exchanged has a size that all ranks agreed on, which a CUDA graph can hold.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from wavecore.kernels import ops

@@ -5,8 +5,6 @@ its input, whose partial sums are added up (Megatron-LM, arXiv:1909.08053). The 
 embedding and of the LM head.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Memory of every rank that the GPUs of all ranks reach directly, for sums over ranks without NCCL."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from itertools import product

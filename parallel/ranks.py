@@ -1,7 +1,5 @@
 """How the ranks of a group find each other, and which of them do what together."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

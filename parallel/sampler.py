@@ -6,8 +6,6 @@ what requests change in them done by the rank that has the column. Which of the 
 a rank sees decide.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

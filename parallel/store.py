@@ -1,8 +1,6 @@
 """What torch's process groups meet at, over the link of ranks on several hosts: torch's own TCPStore would listen on
 every interface, whatever host it is given."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta

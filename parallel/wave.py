@@ -18,8 +18,6 @@ The rules were checked exhaustively for small groups (tests/parallel/test_wave_m
 `transport/processes/votes.py`; who lives by it: `engine_core/loop/dp_proc.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple

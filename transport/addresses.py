@@ -3,8 +3,6 @@
 An ipc path lies in a folder that only its owner can enter; tcp is for engines with CURVE keys.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -5,8 +5,6 @@ keys_dir/client.key                 likewise, of the deployment's clients
 keys_dir/authorized_clients/*.pub   public keys of more clients, one a file; read again at every handshake
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from dataclasses import dataclass, field

@@ -22,8 +22,6 @@ with when nobody handles the error: 2 usage, 3 port or other resource, 4 model, 
 (0 is a clean end, 128 + N signal N.)
 """
 
-from __future__ import annotations
-
 import errno
 from typing import Any
 

@@ -3,8 +3,6 @@
 It is done at the fork, before any other code runs in the child: whoever waits there for such a thread hears so, too.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from typing import Protocol

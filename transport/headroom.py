@@ -1,8 +1,6 @@
 """What the system still gives this process: descriptors and threads. Asked before libzmq is, which aborts the process
 when it gets none."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import threading

@@ -1,7 +1,5 @@
 """Files: opened without trust, since anything may lie in their place, and small ones read whole and written once."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Wakes a thread that waits for descriptors, from any other thread."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -1,7 +1,5 @@
 """What a supervisor starts for the engines of one model: a child for each rank, with its settings and its place."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ An engine is another process, so a kernel travels as "module:function" and the e
 something is registered.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

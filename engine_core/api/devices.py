@@ -9,8 +9,6 @@ How CUDA reads that variable, and so how it is read here: CUDA C++ Programming G
 torch.cuda, which counts by the same rules. Which GPUs there are stands in the driver's files: it is not started.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import defaultdict

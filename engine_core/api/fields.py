@@ -1,7 +1,5 @@
 """Fields of a frozen dataclass, checked and made plain as their annotations say, and written on the wire."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache, partial

@@ -5,8 +5,6 @@ the same header with bounds and gives plain values; `gguf` then only turns quant
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Knows no torch and no architecture.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

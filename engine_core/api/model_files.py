@@ -1,7 +1,5 @@
 """What the files of a model have in common: they are read with bounds, and what cannot be read is named."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress

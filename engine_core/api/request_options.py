@@ -1,7 +1,5 @@
 """How one request is served: its priority, deadlines, cache salt and pooling; what is not about sampling."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 

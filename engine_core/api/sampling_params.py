@@ -5,8 +5,6 @@ the wire, so the same bounds hold twice. Bounds that need the model's vocabulary
 `SamplingParams.check_model`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import partial

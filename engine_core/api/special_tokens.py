@@ -4,8 +4,6 @@ Up to four files say it, and none needs to repeat the others. Which goes first w
 (`_from_pretrained` in tokenization_utils_base.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar

@@ -7,8 +7,6 @@ copy is done when it is begun. Who owns the blocks meanwhile: `KVCacheManager.tr
 there for the others.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 

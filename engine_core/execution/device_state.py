@@ -4,8 +4,6 @@ A plan brings only what changed. Every tensor has one address for the engine's l
 request that ends leaves nothing behind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from weakref import WeakValueDictionary
 

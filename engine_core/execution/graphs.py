@@ -6,8 +6,6 @@ another. A part without a graph is run, and counted; `capture` makes the graph o
 share one pool of memory: they run one after the other, and nothing in it outlives a replay.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """Looking into a model: the attention weights of one head over a prompt, and traces of what its steps run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whether memory was short, on the device or on the host, and what to say of it."""
 
-from __future__ import annotations
-
 import torch
 
 from wavecore.engine_core.plan import OutOfMemory

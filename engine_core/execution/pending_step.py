@@ -1,7 +1,5 @@
 """Steps that were launched: what `wait` makes of their output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

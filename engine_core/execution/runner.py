@@ -10,8 +10,6 @@ alone; all else that it reads and writes has one address for the engine's life. 
 bring what sampling needs. Rows that want what no graph yields make their part run as it is called.
 """
 
-from __future__ import annotations
-
 import timeit
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

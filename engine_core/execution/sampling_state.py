@@ -16,8 +16,6 @@ that graphs and the memory measured at the start survive; less memory than one i
 that.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

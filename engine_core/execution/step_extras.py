@@ -5,8 +5,6 @@ before bias, penalties and temperature. They are made for a few positions at onc
 grow with the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -8,8 +8,6 @@ The rows and changes are one copy, the columns a second one. A plan with more ch
 prompt begins) brings them separately.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -10,8 +10,6 @@ requests bring travel as one array, which a kernel on the same stream takes apar
 and is not written again before it is done, by the order of the stream alone.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ spells an adapter's name is still a salt. sha256 rather than Python's hash(): st
 search for a prompt that collides with another tenant's.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Mapping

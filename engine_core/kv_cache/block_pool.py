@@ -7,8 +7,6 @@ least recently used first. Invariant: `find(hash) == block` exactly when `hash_o
 Block 0 is the null block: never handed out, never freed; padded rows and unused table entries point at it.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable
 

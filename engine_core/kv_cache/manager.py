@@ -18,8 +18,6 @@ blocks (free, with their hash). A block is copied there as soon as it is full an
 nothing, and pushing a request out copies little more than its last block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The swaps of a plan are one transfer. It owns a reference to every block that it
 the runner said that it is done, or until all further plans are told to run behind it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field

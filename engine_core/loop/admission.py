@@ -3,8 +3,6 @@
 All of it runs in the input thread, so that checking and hashing a long prompt overlap with the device.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import secrets

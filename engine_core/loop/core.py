@@ -5,8 +5,6 @@ one's tokens are awaited, so the device never waits for the host; a stop token i
 row. `proc` gives it threads and sockets; a client's tokens become text in the client.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ For models whose ranks share collectives. Each rank is an engine with its own so
 clients talk as to any other; what they have in common are the waves of `parallel/wave.py`, whose rules stand there.
 """
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable
 from typing import Any

@@ -8,8 +8,6 @@ The main loop touches no socket. Of the engine's core the IO threads use two thi
 threads sleep, but for a tick of the IO threads each second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -1,7 +1,5 @@
 """What becomes of a step that failed: who is at fault ends, and all others are computed again."""
 
-from __future__ import annotations
-
 import logging
 
 from wavecore.engine_core.plan import LOGPROB_CHUNK, OutOfMemory, RequestFault, RunnerInfo, StepFault, StepPlan

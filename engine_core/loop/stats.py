@@ -3,8 +3,6 @@
 The trace is of the last turns, in the form of Chrome (chrome://tracing, Perfetto).
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The closed set of methods that a client may call by name: questions to the engine, its prefix cache, its profiler."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections import Counter

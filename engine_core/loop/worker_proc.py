@@ -1,7 +1,5 @@
 """A rank above 0 as a process. It has no sockets and no scheduler: it follows the steps of rank 0."""
 
-from __future__ import annotations
-
 import logging
 import signal
 from collections.abc import Callable

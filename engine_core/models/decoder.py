@@ -11,8 +11,6 @@ In a mixture of experts the MLP is a router's product and `ops.moe`, on the rank
 expert that all tokens share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 

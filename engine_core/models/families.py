@@ -4,8 +4,6 @@ One decoder (`decoder.py`) serves them all; a new family is an entry in the tabl
 names, lines in `tensor_names.json`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Safe means: weights as safetensors or GGUF only (pickled weights run code when t
 a model (every architecture is built in, and `auto_map` is passed over), no folder that other users may write.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

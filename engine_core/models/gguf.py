@@ -1,7 +1,5 @@
 """What the metadata of a GGUF file says about its model. Knows no torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from gguf import GGMLQuantizationType

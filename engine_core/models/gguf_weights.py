@@ -4,8 +4,6 @@ llama.cpp turns interleaved pairs of a head, transformers and our kernels turn i
 q and k rows of llama-arch files, and `_unpermute` puts them back.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

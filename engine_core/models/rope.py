@@ -4,8 +4,6 @@ Computed in float32 in the order that transformers uses (modeling_rope_utils.py)
 pattern of the angles. RoPE: arXiv 2104.09864; NTK and YaRN: arXiv 2309.00071; LongRoPE: arXiv 2402.13753.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

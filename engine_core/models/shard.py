@@ -5,8 +5,6 @@ behind sums over ranks, are whole on each. Where there are more ranks than KV he
 are shared like other MLPs, or each rank has some whole ones (see parallel/experts.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 

@@ -11,8 +11,6 @@ layers.N.*          input_norm, qkv(_bias), q_norm, k_norm, o(_bias), post_attn_
                     gate_up and down are the shared expert's
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Separate q, k, v (and gate, up) tensors land in one fused parameter each, so tha
 several ranks each reads what it holds (`Shard`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import deque

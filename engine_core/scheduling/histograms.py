@@ -4,8 +4,6 @@ A steady decode step costs one add: all its rows had their last token in the ste
 All times are of the engine's clock, from the moment when a request enters the queue.
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_left
 from collections import Counter

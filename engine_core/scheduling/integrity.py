@@ -1,7 +1,5 @@
 """Recounts everything that the scheduler keeps twice. Tests call it after every step; an idle engine may, too."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from wavecore.engine_core.kv_cache.manager import KVCacheManager

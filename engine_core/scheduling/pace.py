@@ -6,8 +6,6 @@ step should take a second at most, so that aborts, deadlines and new requests ne
 devices a step of prompts alone holds the whole budget.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from wavecore.engine_core.api.config import EngineConfig

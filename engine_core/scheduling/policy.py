@@ -5,8 +5,6 @@ request never changes, so the waiting queue is a plain heap and 10,000 waiting r
 `hybrid` ages linearly, so after both have aged by the same time their order is still the same.
 """
 
-from __future__ import annotations
-
 import heapq
 
 from wavecore.engine_core.api.config import EngineConfig

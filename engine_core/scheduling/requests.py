@@ -12,8 +12,6 @@ so the next owner writes after the last reader; transfers own theirs. What runs 
 come through `step_update`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -11,8 +11,6 @@ row can run, nobody gains by waiting for transfers: they count as landed, and th
 So the first in line always moves, and everything ends.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

@@ -11,8 +11,6 @@ Positions of one sequence in a slot, from left to right:
           computed (anywhere up to length): its KV is computed, or will be by the steps in flight
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from wavecore.engine_core.plan import I32, Index, report_values

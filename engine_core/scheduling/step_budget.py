@@ -5,8 +5,6 @@ this from steps that are too large, so all waiting is in seconds: before the ful
 tries of what can be made no smaller.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

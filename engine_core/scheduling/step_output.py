@@ -4,8 +4,6 @@ Two sources: the rows of a step (columns already) and single events (errors, abo
 few rows have to say beside their token. Tensors among them are lists of frames, moved to `StepTokens.frames` at last.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

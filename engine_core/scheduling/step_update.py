@@ -4,8 +4,6 @@ Works on whole columns; single requests are touched only when something happens 
 slots, one for each row of the step and one for each row that drew a token.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

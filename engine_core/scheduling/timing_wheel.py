@@ -7,8 +7,6 @@ no empty ticks. A heap would cost O(log n) an insert, and cancelled entries, nea
 in it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """What a device has free: a GPU, or the host within the limits of a container."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

@@ -6,8 +6,6 @@ Triton's cache, where the engine finds it. A fork asks for the GPU's properties,
 a process that forks has best none. No process makes a context on the GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

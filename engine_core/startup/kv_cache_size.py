@@ -5,8 +5,6 @@ engine's share, `MemoryBudget`. What does not fit is refused with the numbers, a
 where these can be computed.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import math

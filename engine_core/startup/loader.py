@@ -1,7 +1,5 @@
 """From settings and a model's files to a runner: load the weights, size the KV cache. Imports torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module

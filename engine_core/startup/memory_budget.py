@@ -4,8 +4,6 @@
 `------------------ at most gpu_memory_utilization * total ----------------'
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

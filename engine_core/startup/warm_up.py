@@ -5,8 +5,6 @@ matrix products as well, which depend on the shape; and loading waits until the 
 largest steps show how much memory steps need.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

@@ -9,8 +9,6 @@
 A steady step is four numbers a row. Both sides run the same program, so nothing is checked.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence

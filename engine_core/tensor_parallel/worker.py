@@ -1,7 +1,5 @@
 """A rank above 0: runs the plans that rank 0 sends, on its share of the model, until its process is ended."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ The phases of the engine's loop, host time each:
     update     append the tokens, find the ends, hand out
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """`wavecore bench serve`: latencies and throughput of an OpenAI server under load, ours or another."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

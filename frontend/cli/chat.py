@@ -1,7 +1,5 @@
 """`wavecore chat [MODEL]`: a conversation in the terminal, with history; with an engine, or with a server by HTTP."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """`wavecore engine [MODEL]`: engines that other processes attach to, until a signal ends them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

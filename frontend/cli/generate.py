@@ -1,7 +1,5 @@
 """`wavecore generate PROMPT`: one answer, streamed."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from collections.abc import Sequence

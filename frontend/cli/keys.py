@@ -1,7 +1,5 @@
 """`wavecore keys DIR` and `wavecore access RUNTIME_DIR`: what engines and clients of several hosts need."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

@@ -5,8 +5,6 @@ the output); 4 the model's files; 5 the engine; 128 + N for signal N: 130 Ctrl-C
 itself, with a traceback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Command lines: every field of EngineConfig as a flag in vLLM's spelling, YAML, environment, and --print_config."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

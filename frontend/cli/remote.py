@@ -1,7 +1,5 @@
 """Options of commands that talk to an OpenAI server, ours or another, and a conversation with it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

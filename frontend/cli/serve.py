@@ -1,7 +1,5 @@
 """`wavecore serve [MODEL]`: the OpenAI server, with engines of its own or attached to running ones."""
 
-from __future__ import annotations
-
 import os
 import socket
 import ssl

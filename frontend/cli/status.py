@@ -3,8 +3,6 @@
 Exit codes: 0 every engine serves; 5 one does not, or nothing runs there.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from argparse import ArgumentParser

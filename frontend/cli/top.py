@@ -1,7 +1,5 @@
 """`wavecore top DIR`: what the engines of a deployment do, and which of their requests are slow, or wait and why."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence

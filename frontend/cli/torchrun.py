@@ -7,8 +7,6 @@ its exit code. It tells them over a socket in Linux's abstract namespace, which 
 With `--nnodes` each host has a deployment of its own: engines with the numbers that follow from torchrun's ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Workloads for measuring, and the options that choose one: the same token ids for every run of the same arguments."""
 
-from __future__ import annotations
-
 import json
 import random
 from argparse import Namespace

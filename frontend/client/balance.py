@@ -8,8 +8,6 @@ An engine that was sent the start of a prompt has it in its prefix cache, probab
 client remembers a bounded number of the prompts' starts, the last used ones, and where they went.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from random import sample

@@ -1,7 +1,5 @@
 """Utility calls that wait for their answer. Every one ends: by the answer, its deadline, or the death of its engine."""
 
-from __future__ import annotations
-
 import _thread
 import itertools
 from collections.abc import Mapping

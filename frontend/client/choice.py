@@ -4,8 +4,6 @@ Two threads use it without a lock: the IO thread feeds, the consumer takes. What
 much of it the consumer may see is replaced as a whole (`_Arrived`) once a row is complete.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ engine, or waits for the restarted one; one with tokens fails with the cause (or
 that is submitted while an engine is being restarted waits as well.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import queue

@@ -7,8 +7,6 @@ For engines known by an access file nobody writes down how they are: their last 
 that says nothing for long counts as dead; its connection stays, and should it speak again, it is up.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace

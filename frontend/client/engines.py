@@ -1,7 +1,5 @@
 """What a client knows of each engine, and of each of its requests on their way. The pump holds the sockets."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Every method but `refuse` runs in the IO thread; telling the consumers of mailbo
 A request that is sent again gets new handles, and rows of unknown handles are dropped: late outputs cannot matter.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

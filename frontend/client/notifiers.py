@@ -1,8 +1,6 @@
 """How consumers learn that mailboxes hold something: a thread waits at a queue, a task for a future of its
 loop, and a server has a function called."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import queue

@@ -1,7 +1,5 @@
 """Offline generation: a whole batch of requests, sent no faster than the engine's queue takes them."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A request ready for an engine: ids, sampling parameters and options, all checked, and the message they travel in."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Looks into running engines: their requests, times, memory and health, traces, the attention map as a PNG."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import struct

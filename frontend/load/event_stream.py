@@ -1,7 +1,5 @@
 """A streamed answer of an OpenAI server: one exchange of HTTP/1.1 on a connection of its own, and its events."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any

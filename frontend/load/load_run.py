@@ -4,8 +4,6 @@ The clock of a request runs from the moment when it was due, not from when this 
 client) that falls behind makes latencies longer, and no request is left out because others were slow.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """A picture of a load test, drawn by matplotlib (extra `bench`): which part of the requests was as fast as that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path

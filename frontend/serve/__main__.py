@@ -3,8 +3,6 @@
 `wavecore serve` starts it as a supervised child, with its settings on a descriptor; by itself it has the defaults.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import socket

@@ -15,8 +15,6 @@ Every API process of a deployment has such a socket, the further ones `admin-1.s
 it has counted of HTTP. So a scrape of one tells of all.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

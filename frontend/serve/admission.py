@@ -1,7 +1,5 @@
 """Whether requests are let in now, and when to come again. The engine's own queue has the last word: `Overloaded`."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One API process: attaches to the engines, listens at a socket that it was given, and ends in order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -3,8 +3,6 @@
 Starlette's router finds the route; its middleware is left out, because each layer of it wraps `send`, on the hot path.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What every endpoint of one API process works with."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

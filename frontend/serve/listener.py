@@ -1,7 +1,5 @@
 """The socket of a server, bound before anything slow is done: an address that is taken is told at once."""
 
-from __future__ import annotations
-
 import errno
 import socket
 from contextlib import suppress

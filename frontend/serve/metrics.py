@@ -6,8 +6,6 @@ for an engine. `metrics.json` names them, and as vLLM does where the same is mea
 https://gateway-api-inference-extension.sigs.k8s.io.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

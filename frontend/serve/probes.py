@@ -1,7 +1,5 @@
 """Probes: is this process alive, would a request be served, what has been? All but the deep one answer from memory."""
 
-from __future__ import annotations
-
 import asyncio
 from http import HTTPStatus
 

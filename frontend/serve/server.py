@@ -4,8 +4,6 @@ Engines have their supervisor. API processes keep nothing, so that all there is 
 another, which takes what waits at the port. Both end with this process, whatever becomes of it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import selectors

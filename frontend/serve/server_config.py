@@ -1,7 +1,5 @@
 """The settings of the server, as the process that binds the port hands them to the processes that serve it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 

@@ -5,8 +5,6 @@ Byte-level BPE (Llama 3, Qwen, SmolLM, GPT-2) goes through a table of bytes; eve
 that never completes. What ends a text is left to `stop_strings`.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Encoding ten times as fast: fastokens, where it is installed and gives the ids that `tokenizers` gives."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from importlib import import_module

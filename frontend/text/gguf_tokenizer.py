@@ -3,8 +3,6 @@
 Two kinds: "gpt2" (byte-level BPE with its merges) and "llama" (SentencePiece BPE, merges rebuilt from the scores).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The least number of tokens that a text can have, without encoding it: refuses a prompt of megabytes at once."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

@@ -1,7 +1,5 @@
 """Log-probability frames of the wire to vLLM's dictionaries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

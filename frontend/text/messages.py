@@ -1,7 +1,5 @@
 """A conversation as a template gets it: the values of JSON, as transformers passes them, or a typed error."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass

@@ -6,8 +6,6 @@ before rendering. In the rendered text a mark counts only if a special token wou
 and the pieces are encoded apart. All other text gives exactly the tokens that transformers gives.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

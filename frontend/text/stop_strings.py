@@ -4,8 +4,6 @@ Of several stop strings the one that is complete first wins, the longer one of t
 not depend on how the text is cut into pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

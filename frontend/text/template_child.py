@@ -6,8 +6,6 @@ templates, nothing more and nothing less. What it can use up is bounded by the l
 inside Python bounds what one call of C code takes.
 """
 
-from __future__ import annotations
-
 import codecs
 import html  # noqa: F401 - jinja2 imports such modules when it first uses them; then no file can be opened any more
 import json

@@ -4,8 +4,6 @@ A process ends with this program, because its socket closes then, and earlier wh
 called: the next chat starts it again. A signal handler may close, so nothing on that way takes a lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 No torch and no transformers in here: a `Tokenizer` wraps `tokenizers.Tokenizer`, whatever it was made from.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What programs call of a tokenizer under transformers' names: batches, tensors, tokens and their ids."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any

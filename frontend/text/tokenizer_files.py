@@ -1,7 +1,5 @@
 """Finds and reads the tokenizer, chat template and generation defaults in a model's files. Runs no code from them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path

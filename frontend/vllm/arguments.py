@@ -1,7 +1,5 @@
 """Arguments of vLLM's calls: shown to `inspect` under its names, checked, and made those of our own calls."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

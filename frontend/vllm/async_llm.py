@@ -1,7 +1,5 @@
 """vLLM's AsyncLLM, also known as AsyncLLMEngine: its signatures and defaults over our own `AsyncLLM`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path

@@ -3,8 +3,6 @@
 The rules are those of transformers' `generate(num_beams=...)` with its defaults, which vLLM follows, too.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

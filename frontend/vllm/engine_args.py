@@ -1,7 +1,5 @@
 """EngineArgs: vLLM's settings as an object and as flags. Their names, defaults and treatment stand in `compat.json`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """vLLM's LLM: offline generation with its signatures and defaults, over our own `LLM`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

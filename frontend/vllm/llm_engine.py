@@ -1,7 +1,5 @@
 """LLMEngine: what programs read of an engine under `llm.llm_engine`, and vLLM's loop of `add_request` and `step`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """`LLM.get_metrics`: what engines count, under vLLM's names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

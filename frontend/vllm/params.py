@@ -1,7 +1,5 @@
 """vLLM's parameter classes: plain objects that may be changed after they were made, checked when made and when used."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

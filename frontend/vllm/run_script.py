@@ -1,7 +1,5 @@
 """`wavecore run-vllm SCRIPT [ARGUMENTS]`: a program written for vLLM, unchanged; its `import vllm` finds us."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """vLLM's functions around tokenizers, which give transformers' own."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import Any

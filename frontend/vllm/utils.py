@@ -1,7 +1,5 @@
 """vLLM's small helpers that scripts import."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import socket

@@ -9,8 +9,6 @@ a step, and the host knows nothing of it: a captured graph meets every kind of s
     places         0  1  2  of rows that share, those of a bundle side by side
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

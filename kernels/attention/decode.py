@@ -6,8 +6,6 @@ once; one cut by a border, or with a beginning that it shares with others, leave
 kernel merges. So the order of a row's sums, and with it the last bits, depends on the other rows of its step.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -4,8 +4,6 @@ Both launch on the whole batch and skip the rows of the other, so nothing depend
 knows. Every output element is written exactly once, padding as zero.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from wavecore.kernels.attention import prefill, prefill_hopper

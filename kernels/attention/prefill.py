@@ -4,8 +4,6 @@ A program handles BLOCK_M = (query tokens) x (query heads of one KV head) rows o
 programs start at query_start[r] // tokens_per_program + r: an upper bound that needs no map and no host lengths.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

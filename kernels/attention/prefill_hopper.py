@@ -4,8 +4,6 @@ The plan of FlashAttention 3 (Shah et al. 2024, arXiv:2407.08608) for keys in bl
 Triton's in which layouts and barriers are written out. `prefill` serves all that this one does not hold.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon

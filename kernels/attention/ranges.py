@@ -10,8 +10,6 @@ the tiles that some of them share, once for each bundle of such rows (see `bundl
 is made on the device once a step and read by every layer.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Tile sizes of the attention kernels by the sizes of a model, and what they cannot hold."""
 
-from __future__ import annotations
-
 import torch
 
 from wavecore.kernels.device import shared_memory

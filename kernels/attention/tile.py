@@ -1,7 +1,5 @@
 """The step that both attention kernels share: one tile of keys and values into a running softmax."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -10,8 +10,6 @@ Nothing comes back to the host, and the launches depend on the shapes alone, so 
 pair is sorted to among its expert's is decided by atomics and may differ from run to run; what becomes of it does not.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

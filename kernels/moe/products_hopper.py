@@ -5,8 +5,6 @@ warp groups have half of a tile's rows each and wait for loads alone, not for ea
 where an expert's last tile is half empty. `experts` serves all that this does not hold.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,7 +1,5 @@
 """Torch twin of paged attention. Decode rows run as one batch; prefill rows one by one, since there are few."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

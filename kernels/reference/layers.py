@@ -3,8 +3,6 @@
 A twin is the oracle in tests and the path on a CPU; attention's and sampling's have files of their own.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

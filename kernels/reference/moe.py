@@ -1,7 +1,5 @@
 """Torch twin of the mixture of experts."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

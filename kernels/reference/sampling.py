@@ -1,7 +1,5 @@
 """Torch twin of sampling. Draws the same numbers as the kernel: the random bits are integers, hashed the same way."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

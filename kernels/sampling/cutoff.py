@@ -15,8 +15,6 @@ depend on the batch, so masses are added as 64-bit integers, those of PART token
 a seed gives the same tokens whatever the batch.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

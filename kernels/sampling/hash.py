@@ -1,7 +1,5 @@
 """The random numbers of sampling, in Triton: the same integers as in the twin, hence the same draws."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -7,8 +7,6 @@ counts, allowed tokens) lie in pools too, and a slot holds a row number or -1.
 Where ranks share the vocabulary, each has some of its columns: of logits, counts and allowed tokens alike.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

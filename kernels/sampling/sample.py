@@ -4,8 +4,6 @@ The first two run only where the host knows of a row that asks for them; other r
 and rows with a temperature cost one pass over the logits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Logits of a row as sampling sees them: allowed, penalised, divided by the temperature."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from dataclasses import fields
 from operator import attrgetter

@@ -6,8 +6,6 @@ with LLM("default") as llm:
     print(llm.generate("The capital of France is")[0].outputs[0].text)
 """
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 from pathlib import Path

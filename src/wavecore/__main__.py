@@ -1,7 +1,5 @@
 """`python -m wavecore COMMAND ...`: the `wavecore` command; `torchrun ... -m wavecore engine ...` runs engines."""
 
-from __future__ import annotations
-
 import sys
 
 from wavecore.frontend.cli import torchrun

@@ -3,8 +3,6 @@
 from wavecore.testing import deployment, gpus
 """
 
-from __future__ import annotations
-
 from wavecore.frontend.fixtures import deployment, gpus
 
 __all__ = ["deployment", "gpus"]

@@ -1,7 +1,5 @@
 """Who may connect to an engine over tcp: those whose key is in the allow-list."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 The authenticator starts before the socket is bound; while nobody answers libzmq's ZAP requests, no client is admitted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

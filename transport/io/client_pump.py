@@ -5,8 +5,6 @@ then never will. Inside a session events come in order, without a hole and witho
 the connection.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any

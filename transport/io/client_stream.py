@@ -1,7 +1,5 @@
 """What an engine keeps for one client: its two numbered streams, and the output that waits for room in the one down."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace

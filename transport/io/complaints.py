@@ -1,7 +1,5 @@
 """Counts what a peer did wrong and logs it at a bounded rate, so that a flood of bad frames cannot flood the log."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

@@ -16,8 +16,6 @@ libzmq connects again after a connection broke, but never after a peer broke its
 that have long been without a connection are replaced: a stranger may have had the engine's port, or a key come late.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Callable, Mapping

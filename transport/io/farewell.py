@@ -1,7 +1,5 @@
 """The goodbye of a client that died without one."""
 
-from __future__ import annotations
-
 import zmq
 
 from wavecore.transport.curve import CurveClient

@@ -6,8 +6,6 @@ says whose it is, else dropped, counted and logged; nothing that a peer sends ca
 behind an ADD. The one thing it may wait for is the output thread, when 1,000 calls are queued there.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue

@@ -3,8 +3,6 @@
 Whatever ends it, it gives back all that it owns; if that is a failure, whoever made it hears the cause.
 """
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 import itertools

@@ -11,8 +11,6 @@ Time is counted in ticks of this thread, not by the clock: after the engine itse
 not take the silence for the clients'.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 A socket is used by one thread only; a context is shared. The thread that starts the owner may create the socket.
 """
 
-from __future__ import annotations
-
 import sys
 
 import zmq

@@ -13,8 +13,6 @@ supervisor starts its own ranks again, and they meet in the next life; nothing o
 methods, and the bell of the same memory rings when something came.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

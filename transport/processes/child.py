@@ -1,7 +1,5 @@
 """The child's end of supervision: its config, a pipe for what it has to say, and a watch on its parent."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

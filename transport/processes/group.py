@@ -12,8 +12,6 @@ before the death that broke it is seen. Therefore who says why gives way to a ra
 without a word.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -4,8 +4,6 @@ A log sink may block (a paused terminal, a full pipe) or break (a closed pipe, a
 so lines go through a bounded queue: what does not fit is dropped, counted and reported once there is room again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

@@ -5,8 +5,6 @@ resolved at start, "public", "secret": the key pair of the deployment's clients}
 nobody else may read it. It says where engines listen, and nothing of how they are.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Not multiprocessing: no fork of a process that holds threads, and no re-import o
 scripts and notebooks work. The config travels on an inherited descriptor, so no secret is in argv or the environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -9,8 +9,6 @@ starts, and is looked at by its own next start alone; a fresh one is removed wit
 other start. While the deployment runs, what a cleaner of old files took is made again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

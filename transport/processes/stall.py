@@ -11,8 +11,6 @@ and the one who waits is not stuck. So the verdict falls on the end of the chain
 a circle are judged as if they did not wait: that is a deadlock. Waiting for a rank of another host (ELSEWHERE) is none.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Sequence

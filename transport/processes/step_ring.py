@@ -10,8 +10,6 @@ Memory need not show another process's stores in their order (ARM), and Python h
 position and a checksum over all of it: one that is seen too early is looked at again.
 """
 
-from __future__ import annotations
-
 import struct
 import time
 import zlib

@@ -9,8 +9,6 @@ each with the time "at" which it was said, in seconds of the monotonic clock:
     {"failed": fields of deployment.Cause}    the last line of a child that ends on an error
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging

@@ -8,8 +8,6 @@ may show a write of another core before an earlier one, and Python has no fence:
 both ends and its checksum is right; what was read too early, or half written, is read again.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import struct

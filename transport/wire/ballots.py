@@ -13,8 +13,6 @@ A rank votes in k + 1 when it has all votes of k, so a peer is one agreement ahe
 others is of no use. Checked exhaustively (tests/parallel/test_vote_link_model.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 Vote = tuple[int, ...]

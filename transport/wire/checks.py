@@ -4,8 +4,6 @@ A `Checker` raises the error of the layer that made it. The functions behind it 
 alone, since the codec says which field of which message it was, and serve both directions.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import reprlib

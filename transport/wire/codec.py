@@ -12,8 +12,6 @@ must use up all of them, so there is no index or offset on the wire that could l
 code or a type to import.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields

@@ -18,8 +18,6 @@ Word from the peer is the only cause of all that: a peer that is stopped gets no
 the window bounds what lies in the buffers of sockets, where nothing can be overtaken any more.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Container, Iterator
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ Delivery (see `delivery`). Each direction of a client's connection to an engine 
 engine; a message of another epoch is dropped.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """`StepTokens`, what steps made for one client: build, check, measure and merge them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

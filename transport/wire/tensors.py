@@ -4,8 +4,6 @@ numpy has no bfloat16 and no float8: such tensors appear as unsigned integers of
 the layer that knows torch views them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """/v1/chat/completions, and what it would send to an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

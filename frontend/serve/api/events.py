@@ -3,8 +3,6 @@
 Nearly every chunk is a text between two constants, so these are made once a choice and joined.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field

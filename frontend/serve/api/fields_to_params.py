@@ -1,7 +1,5 @@
 """Fields of a request to the objects that the client takes, which check their bounds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is served, by which version: /v1/models, /version, /load."""
 
-from __future__ import annotations
-
 import time
 
 from wavecore.frontend.serve.context import ApiContext

@@ -5,8 +5,6 @@ values go through. Fields that are known and mean nothing here, and those that w
 `fields.json`; whatever neither of them has is ignored, and named in the answer's `x-wavecore-ignored`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Without a conversation: text to ids and back, ids in and ids out, and embeddings."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from collections.abc import Sequence

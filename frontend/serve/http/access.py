@@ -1,7 +1,5 @@
 """Who may enter: API keys, compared in constant time. Every route is closed but those that a table opens."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Sequence

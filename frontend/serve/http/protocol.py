@@ -1,7 +1,5 @@
 """uvicorn's HTTP protocol with limits: the size of a request's head, the time until it is there, and of connections."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 from functools import partial

@@ -1,7 +1,5 @@
 """Errors as answers: the one map from an error to its status, in OpenAI's form, with nothing of this machine in it."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping

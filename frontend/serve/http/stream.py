@@ -8,8 +8,6 @@ ASGI's `send` is a coroutine that seldom waits, only behind a reader that is slo
 function, and keeps it where it does wait; what arrives until the reader is back merges in the mailbox.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

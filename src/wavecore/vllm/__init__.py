@@ -4,8 +4,6 @@ from wavecore.vllm import LLM, SamplingParams
 from wavecore.vllm.sampling_params import RequestOutputKind
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from wavecore.frontend.vllm.modules import MODULES, find

@@ -1,7 +1,5 @@
 """`python -m wavecore.vllm SCRIPT [ARGUMENTS]`: as `wavecore run-vllm`."""
 
-from __future__ import annotations
-
 import sys
 
 from wavecore.frontend.vllm.run_script import run

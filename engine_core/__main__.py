@@ -25,7 +25,8 @@ from wavecore.transport.addresses import host_of
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
 from wavecore.transport.headroom import raise_descriptor_limit
-from wavecore.transport.io.vote_link import RankPlace, VoteLink
+from wavecore.transport.io.host_link import RankPlace
+from wavecore.transport.io.vote_link import VoteLink
 from wavecore.transport.processes import logs
 from wavecore.transport.processes.child import SupervisedChild, parser
 from wavecore.transport.processes.group_memory import GroupMemory

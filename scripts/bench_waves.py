@@ -25,7 +25,8 @@ from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
 from wavecore.parallel.wave import Vote, Wave
 from wavecore.transport.curve import create_keys
-from wavecore.transport.io.vote_link import RankPlace, VoteLink
+from wavecore.transport.io.host_link import RankPlace
+from wavecore.transport.io.vote_link import VoteLink
 from wavecore.transport.processes import deployment, group_memory
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.stall import ProgressPage

@@ -69,6 +69,7 @@ class GroupMemory:
         self.progress, self._bells = progress, tuple(bell_fds)
         self._own_bell = select.poll()
         self._own_bell.register(bell_fds[rank], select.POLLIN)
+        self._attended: dict[int, Callable[[], object]] = {}
         for fd in (store_fd, *bell_fds):
             os.set_inheritable(fd, False)
 
@@ -103,6 +104,11 @@ class GroupMemory:
         None: nobody does."""
         self.progress.wait_for(None if rank is None else self._members[rank])
 
+    def attend(self, fd: int, call: Callable[[], object]) -> None:
+        """From now on this rank's sleeps make the call when the descriptor turns readable, and look again."""
+        self._own_bell.register(fd, select.POLLIN)
+        self._attended[fd] = call
+
     def ring(self, rank: int) -> None:
         """Wake that rank, or keep it from its next sleep. After the write that it may wait for, so that none is
         missed."""
@@ -124,6 +130,11 @@ class GroupMemory:
         until = None if seconds is None else time.monotonic() + seconds
         while not is_so():
             left = None if until is None else max(0.0, until - time.monotonic()) * 1000
-            if not self._own_bell.poll(left):
+            ready = self._own_bell.poll(left)
+            if not ready:
                 break
-            os.read(self._bells[self._members[self.rank]], 8)
+            for fd, _ in ready:
+                if fd in self._attended:
+                    self._attended[fd]()
+                else:
+                    os.read(fd, 8)

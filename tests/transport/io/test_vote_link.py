@@ -19,9 +19,10 @@ from tests.support.waiting import two_free_ports, until
 
 from wavecore.transport.curve import CurveClient, KeyPair, create_keys
 from wavecore.transport.errors import ConfigError, EngineDead, ResourceError, StartError, WavecoreError
-from wavecore.transport.io import sockets, vote_link
+from wavecore.transport.io import host_link, sockets
+from wavecore.transport.io.host_link import RankPlace
 from wavecore.transport.io.sockets import Monitor, make_context, make_socket
-from wavecore.transport.io.vote_link import RankPlace, VoteLink
+from wavecore.transport.io.vote_link import VoteLink
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.stall import ELSEWHERE, ProgressPage
 from wavecore.transport.wire.messages import VOTE_NUMBERS
@@ -173,7 +174,7 @@ def test_votes_through_a_bad_network(hosts: Hosts) -> None:
 
 def test_bytes_that_come_twice(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which no TCP does, and CURVE refuses: the life ends, or goes on, and no vote is wrong."""
-    monkeypatch.setattr(vote_link, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(host_link, "SILENT_SECONDS", 0.5)
     proxy = hosts.proxy()
     ranks = hosts.start_all(2, proxy.port)
     agree_all(ranks, range(1, 5))
@@ -184,7 +185,7 @@ def test_bytes_that_come_twice(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_silence_ends_the_life_on_both_sides(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that stays open and carries nothing."""
-    monkeypatch.setattr(vote_link, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(host_link, "SILENT_SECONDS", 0.5)
     proxy = hosts.proxy()
     head, rank = hosts.start_all(2, proxy.port)
     agree_all([head, rank], range(1, 5))
@@ -224,7 +225,7 @@ def test_a_rank_that_joins_anew_ends_the_life_it_was_in(hosts: Hosts) -> None:
         head.agree(range(1, 2))
     until(lambda: old.ends)
     assert "is in another life of the group; this one is over" in str(old.ends[0])
-    assert new.link.life == vote_link.NO_LIFE and not new.ends
+    assert new.link.life == host_link.NO_LIFE and not new.ends
     head.link.close()
     next_head = hosts.start(0)
     for rank in (next_head, new):
@@ -352,7 +353,7 @@ class Supervised:
 
     def kill(self, rank: int) -> None:
         """Without a word."""
-        self.ranks[rank].link._send_to = lambda _identity, _message: None  # type: ignore[method-assign]
+        self.ranks[rank].link._send_to = lambda _identity, _frames: False  # type: ignore[method-assign]
         self.ranks[rank].link.close()
         self.ranks[rank] = self._start(rank)
 
@@ -366,7 +367,7 @@ class Supervised:
         """Whether all are in one life by now."""
         self.restart()
         lives = {rank.link.life for rank in self.ranks}
-        return len(lives) == 1 and vote_link.NO_LIFE not in lives
+        return len(lives) == 1 and host_link.NO_LIFE not in lives
 
     def agree(self, agreements: range) -> None:
         """All vote for the life that they are in; nobody counts a vote of another one, or is in two."""
@@ -387,7 +388,7 @@ class Supervised:
 def test_lives_in_any_order(hosts: Hosts, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes die without a word, connections break, the network is deaf for a while: ranks agree in one life or in
     none, and meet again when it is over."""
-    monkeypatch.setattr(vote_link, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(host_link, "SILENT_SECONDS", 1.0)
     random, group = Random(seed), Supervised(hosts, 3)
     begun = dict[bytes, int]()
     for _ in range(25):

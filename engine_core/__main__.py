@@ -25,7 +25,8 @@ from wavecore.transport.addresses import host_of
 from wavecore.transport.curve import CurveServer
 from wavecore.transport.errors import EngineDead, WavecoreError, from_code
 from wavecore.transport.headroom import raise_descriptor_limit
-from wavecore.transport.io.host_link import RankPlace
+from wavecore.transport.io.host_link import HostLink, RankPlace
+from wavecore.transport.io.step_link import StepLink
 from wavecore.transport.io.vote_link import VoteLink
 from wavecore.transport.processes import logs
 from wavecore.transport.processes.child import SupervisedChild, parser
@@ -35,9 +36,9 @@ from wavecore.transport.version import VERSION
 
 ALIKE = (
     *("data_parallel_size", "tensor_parallel_size", "enable_expert_parallel", "dtype", "max_model_len", "block_size"),
-    *("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "cudagraph_capture_sizes"),
+    *("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "cudagraph_capture_sizes", "nnodes"),
 )
-"""Settings that hosts in lockstep must share: they shape what all compute together."""
+"""Settings that ranks of several hosts must share: they shape what all compute together."""
 
 logger = logging.getLogger("wavecore.engine_core")
 
@@ -51,13 +52,13 @@ def main() -> int:
     args = arguments.parse_args()
     raise_descriptor_limit()
     child = SupervisedChild(args, MEMORY_ADVICE)
-    logs.set_up(f"engine {args.index}" if child.group is None else f"engine {args.index} rank {child.rank}")
+    logs.set_up(args.name)
     try:
         run = _build(args, child)
     except Exception as error:
         cause = child.report_failure(error)
         if not isinstance(error, WavecoreError):  # a known one is raised where the engine was started
-            logger.exception("engine %d did not start: %s", args.index, cause.message)
+            logger.exception("%s did not start: %s", args.name, cause.message)
         return from_code(cause.code, cause.message).exit_code
     try:
         run()
@@ -70,38 +71,42 @@ def _build(args: argparse.Namespace, child: SupervisedChild) -> Callable[[], Non
     config = EngineConfig.from_json(child.config)
     logging.getLogger().setLevel(config.log_level.upper())
     memory, link = child.group, None
+    child.rank += config.ranks_here.start
     if config.spans_hosts:
         memory = memory or GroupMemory.alone(child.progress)
         link = _link(config, args.keys, child, memory)
-    if child.group and child.rank % config.tensor_parallel_size:
-        return partial(run_worker, *make_worker(config, child.report_phase, child.group, link), child)
+    if memory and child.rank % config.tensor_parallel_size:
+        return partial(run_worker, *make_worker(config, child.report_phase, memory, link), child)
     if memory and config.dp_lockstep:
+        assert link is None or isinstance(link, VoteLink)
         engines = memory.heads(config.tensor_parallel_size)
         runner = make_runner(config, child.report_phase, child.group, link)
         dp_core = DPEngineCore(config, runner, link or VoteBoard(engines), expect=child.progress.expect)
         life = int.from_bytes(link.life[:8]) if link else memory.life
         bound = _bound(args, child, dp_core, lockstep=life)
         return DPEngineCoreProc(dp_core, child, engines, **bound).run
-    core = EngineCore(config, make_runner(config, child.report_phase, child.group), expect=child.progress.expect)
+    core = EngineCore(config, make_runner(config, child.report_phase, memory, link), expect=child.progress.expect)
     return EngineCoreProc(core, child, **_bound(args, child, core)).run
 
 
-def _link(config: EngineConfig, keys: Path, child: SupervisedChild, memory: GroupMemory) -> VoteLink:
-    """To the ranks of all hosts, when they have met."""
+def _link(config: EngineConfig, keys: Path, child: SupervisedChild, memory: GroupMemory) -> HostLink:
+    """To the ranks of all hosts, when they have met: those of this engine, or of all engines in lockstep."""
     assert config.data_parallel_address is not None and config.address is not None
     size, here = config.tensor_parallel_size, config.engines_here
-    local = range(here.start * size, here.stop * size)
+    engines, local = config.data_parallel_size, range(here.start * size, here.stop * size)
+    if config.nnodes > 1:
+        engines, local = 1, config.ranks_here
     place = RankPlace(
         address=config.data_parallel_address,
         host=host_of(config.address),
-        rank=local[child.rank],
-        ranks=config.data_parallel_size * size,
+        rank=local[memory.rank],
+        ranks=engines * size,
         engine_ranks=size,
         kind=", ".join([f"version {VERSION}", *(f"{name} {getattr(config, name)}" for name in ALIKE)]),
     )
-    link = VoteLink(place, keys, memory, local, child.report_failure)
+    link = (StepLink if config.nnodes > 1 else VoteLink)(place, keys, memory, local, child.report_failure)
     atexit.register(link.close)  # however this ends, the others hear of it
-    child.conclude = link.conclude
+    child.conclude, child.introduce, child.pass_on = link.conclude, link.introduce, link.pass_on
     child.report_phase("meet", 0.0)
     link.meet(config.ready_timeout)
     return link

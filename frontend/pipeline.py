@@ -47,7 +47,7 @@ INPUT = "prompt"  # what templates call the text that a run begins with
 OF_DEPLOYMENT = frozenset(
     [
         *("address", "data_parallel_address", "data_parallel_rank", "data_parallel_size_local", "disable_tqdm", "keys"),
-        *("log_level", "ready_timeout", "runtime_dir", "shutdown_timeout", "step_timeout"),
+        *("log_level", "nnodes", "node_rank", "ready_timeout", "runtime_dir", "shutdown_timeout", "step_timeout"),
     ]
 )
 EARLY = ("abort", "timeout")  # ends of a request that end its run

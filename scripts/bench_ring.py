@@ -1,4 +1,5 @@
-"""What it costs to bring a step's plan to the other ranks of an engine: rank 0's share of it, and until they have it.
+"""What it costs to bring a step's plan to the other ranks of an engine: rank 0's share of it, until they have it, and
+until rank 0 knows that. On one host by the ring, over several by the link between them (here over loopback).
 
     python scripts/bench_ring.py [--ranks 2] [--steps 2000]
 
@@ -10,20 +11,30 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
+import sys
+import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 import numpy as np
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.plan import NewRequest, StepPlan
+from wavecore.engine_core.tensor_parallel.group_runner import WorkerWords
 from wavecore.engine_core.tensor_parallel.plan_codec import decode, encode
+from wavecore.transport.curve import create_keys
+from wavecore.transport.io.host_link import RankPlace
+from wavecore.transport.io.step_link import StepLink
 from wavecore.transport.processes import group_memory
 from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.stall import ProgressPage
-from wavecore.transport.processes.step_ring import StepReader, StepWriter
+from wavecore.transport.processes.step_ring import StepChannel, StepRing
 
 PAUSE_SECONDS = 2e-3
+TIMES = 4000  # words of the group's memory, behind those of its ranks
 KINDS = {"1 row": (1, 0), "256 rows": (256, 0), "256 rows, a prompt of 8,192 tokens begins": (256, 8192)}
 
 
@@ -35,46 +46,76 @@ def plan(step: int, rows: int, prompt: int) -> StepPlan:
     return StepPlan(step, column.astype(np.intp), column, ones, ones.astype(np.bool_), (new,) if prompt else ())
 
 
-def follow(memory: GroupMemory, steps: int) -> None:
+class Group:
+    """Ranks in processes that come of this one by a fork.
+
+    Args:
+        folder: for keys, where they meet over tcp; None: they share memory.
+    """
+
+    def __init__(self, ranks: int, folder: Path | None, until: ExitStack) -> None:
+        self.ranks, self._folder = ranks, folder
+        (_, self._memory), (_, self._store), *bells = group_memory.create(ranks, until)
+        self._bells = [bell for _, bell in bells]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    @contextmanager
+    def join(self, rank: int) -> Iterator[tuple[GroupMemory, StepChannel]]:
+        """The memory of all, for times; and what a runner or a worker is given."""
+        page = ProgressPage(ProgressPage.create_fd())
+        memory = GroupMemory(rank, os.dup(self._memory), self._store, self._bells, page)
+        if self._folder is None:
+            yield memory, StepRing(memory)
+            return
+        place = RankPlace(self._address, f"127.0.0.{rank + 2}", rank, self.ranks, self.ranks)
+        alone = GroupMemory.alone(page)
+        with closing(StepLink(place, self._folder, alone, range(rank, rank + 1), lambda e: sys.exit(str(e)))) as link:
+            link.meet(30)
+            yield memory, link
+
+
+def follow(group: Group, rank: int, steps: int) -> None:
     """A worker: notes when it had each plan."""
-    reader = StepReader(memory)
-    bytes(memory.records)  # has its pages, as after the first steps of an engine
-    for _ in range(steps):
-        decode(reader.read()[1])
-        memory.words[memory.ranks + memory.rank] = time.monotonic_ns()
-
-
-def measure(ranks: int, steps: int, rows: int, prompt: int, pause: float) -> list[list[float]]:
-    """Microseconds of each step: to encode, to write, and from the beginning until every worker has the plan."""
-    taken: list[list[float]] = []
-    with ExitStack() as stack:
-        (_, fd), (_, store), *bells = group_memory.create(ranks, stack)
-        numbers, workers = [bell for _, bell in bells], []
-        for rank in range(ranks):
-            pid = os.fork() if rank else 0
-            if pid:
-                workers.append(pid)
-            elif rank:
-                follow(GroupMemory(rank, fd, store, numbers, ProgressPage(ProgressPage.create_fd())), steps)
-                os._exit(0)
-        memory = GroupMemory(0, os.dup(fd), store, numbers, ProgressPage(ProgressPage.create_fd()))
-        memory.records[:] = bytes(len(memory.records))
-        writer, places = StepWriter(memory), range(ranks + 1, 2 * ranks)
+    with group.join(rank) as (memory, channel):
+        words = WorkerWords(channel)
+        bytes(memory.records)  # has its pages, as after the first steps of an engine
         for step in range(steps):
-            found = plan(step, rows, prompt)
-            start = time.monotonic_ns()
-            parts = encode(found)
-            encoded = time.monotonic_ns()
-            writer.write(0, parts)
-            written = time.monotonic_ns()
-            while min(memory.words[place] for place in places) < start:
-                os.sched_yield()
-            there = max(memory.words[place] for place in places)
-            taken.append([(end - begin) / 1e3 for begin, end in ((start, encoded), (encoded, written), (start, there))])
-            time.sleep(pause)
-        for pid in workers:
-            os.waitpid(pid, 0)
-    return taken
+            decode(channel.read()[1])
+            memory.words[TIMES + rank] = time.monotonic_ns()
+            words.tell(WorkerWords.LAUNCHED, step)
+
+
+def measure(
+    ranks: int, folder: Path | None, steps: int, rows: int, prompt: int, pause: float
+) -> tuple[list[float], ...]:
+    """Microseconds of each step: to encode and write; and from the beginning until every worker has the plan, and
+    until rank 0 knows so."""
+    taken = list[list[float]]()
+    with ExitStack() as stack:
+        group, workers = Group(ranks, folder, stack), []
+        for rank in range(1, ranks):
+            if not (pid := os.fork()):
+                follow(group, rank, steps)
+                os._exit(0)
+            workers.append(pid)
+        with group.join(0) as (memory, channel):
+            words = WorkerWords(channel)
+            memory.records[:] = bytes(len(memory.records))
+            for step in range(steps):
+                found = plan(step, rows, prompt)
+                start = time.monotonic_ns()
+                channel.write(0, encode(found))
+                written = time.monotonic_ns()
+                words.wait_for(WorkerWords.LAUNCHED, step)
+                known = time.monotonic_ns()
+                there = max(memory.words[TIMES + 1 : TIMES + ranks])
+                taken.append([(end - start) / 1e3 for end in (written, there, known)])
+                time.sleep(pause)
+            for pid in workers:
+                os.waitpid(pid, 0)
+    return tuple(zip(*taken, strict=True))
 
 
 def main() -> None:
@@ -82,16 +123,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2000)
     given = parser.parse_args()
-    print(f"| {given.ranks} ranks | pause ms | encode us | write us | rank 0, both us | until all have it us |")
-    print("|---|---:|---:|---:|---:|---:|")
-    for name, (rows, prompt) in KINDS.items():
-        for pause in (0.0, PAUSE_SECONDS):
-            encoded, written, there = np.array(measure(given.ranks, given.steps, rows, prompt, pause)).T
-            cells = [
-                f"{np.median(values):.0f} ({np.percentile(values, 99):.0f})"
-                for values in (encoded, written, encoded + written, there)
-            ]
-            print(f"| {name} | {1000 * pause:g} | {' | '.join(cells)} |", flush=True)
+    print(
+        f"| {given.ranks} ranks | by | pause ms | rank 0: encode, write us | until all have it us | and it knows us |"
+    )
+    print("|---|---|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as folder:
+        create_keys(Path(folder) / "keys")
+        for name, (rows, prompt) in KINDS.items():
+            for way, keys in (("ring", None), ("link", Path(folder) / "keys")):
+                for pause in (0.0, PAUSE_SECONDS):
+                    columns = measure(given.ranks, keys, given.steps, rows, prompt, pause)
+                    cells = [f"{np.median(values):.0f} ({np.percentile(values, 99):.0f})" for values in columns]
+                    print(f"| {name} | {way} | {pause * 1e3:g} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

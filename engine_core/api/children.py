@@ -22,7 +22,8 @@ def groups_of(
         config_text, env = replace(config, device=place.device).to_json(), {**paths, **place.env}
         advice = MEMORY_ADVICE, SLOW_START_ADVICE
         name = f"engine {index} (stage {stage})" if stage else f"engine {index}"
-        return ChildSpec(name, "wavecore.engine_core", config_text, env, *advice, device=place.name, stage=stage)
+        first, what = config.ranks_here.start, (name, "wavecore.engine_core", config_text, env, *advice)
+        return ChildSpec(*what, device=place.name, stage=stage, first_rank=first)
 
     groups = [[spec(index, place) for place in ranks] for ranks, index in zip(engines, numbers, strict=False)]
     if config.dp_lockstep:

@@ -109,8 +109,10 @@ class EngineConfig:
         data_parallel_rank: number of the first engine that is started here, where other hosts or programs start the
             others (docs/several-hosts.md); None starts all.
         data_parallel_size_local: engines that are started here; None: one where data_parallel_rank is given, else all.
-        data_parallel_address: "tcp://HOST:PORT" on the host of engine 0, where engines in lockstep on several hosts
-            meet; others need none.
+        data_parallel_address: "tcp://HOST:PORT" on the host of rank 0, where ranks of several hosts meet: those of
+            engines in lockstep, or of an engine with `nnodes`; others need none.
+        nnodes: hosts over which the ranks of one engine lie, equally many on each (docs/several-hosts.md).
+        node_rank: which of them this one is; clients talk to host 0.
         data_parallel_backend: "mp" starts engines as processes of this host; "ray" each in a Ray actor, on any node of
             a cluster (docs/several-gpus.md; needs `pip install wavecore[ray]`).
         ray_address: of the cluster to join, "HOST:PORT" or "auto"; None starts a private one on this host, if the
@@ -173,6 +175,8 @@ class EngineConfig:
     data_parallel_rank: Annotated[int | None, Bounds(0, MAX_ENGINES - 1)] = None
     data_parallel_size_local: Annotated[int | None, Bounds(1, MAX_ENGINES)] = None
     data_parallel_address: str | None = None
+    nnodes: Annotated[int, Bounds(1, 1 << 8)] = 1
+    node_rank: Annotated[int, Bounds(0, (1 << 8) - 1)] = 0
     data_parallel_backend: Literal["mp", "ray"] = "mp"
     ray_address: str | None = None
     ray_without_token: bool = False
@@ -215,9 +219,15 @@ class EngineConfig:
         return range(first, first + (self.data_parallel_size_local or (self.data_parallel_size if every else 1)))
 
     @property
+    def ranks_here(self) -> range:
+        """Numbers of an engine's ranks that are started here, of the tensor_parallel_size of all."""
+        each = self.tensor_parallel_size // self.nnodes
+        return range(each * self.node_rank, each * (self.node_rank + 1))
+
+    @property
     def spans_hosts(self) -> bool:
-        """Engines in lockstep of which others are started elsewhere."""
-        return self.dp_lockstep and len(self.engines_here) < self.data_parallel_size
+        """Ranks that compute together with others that are started elsewhere."""
+        return self.nnodes > 1 or (self.dp_lockstep and len(self.engines_here) < self.data_parallel_size)
 
     @property
     def expert_ranks(self) -> int:
@@ -233,9 +243,15 @@ class EngineConfig:
         head = self.data_parallel_address
         if self.spans_hosts and not (self.address and self.keys and head):
             needs = "data_parallel_address (the same on all hosts), address (this host's) and keys"
-            raise ConfigError(f"engines in lockstep on several hosts need {needs}")
+            raise ConfigError(f"ranks that compute together on several hosts need {needs}")
         if head is not None and not re.fullmatch(r"tcp://\S+:[1-9]\d{0,4}", head):
-            raise ConfigError(f"data_parallel_address {head!r}: expected tcp://HOST:PORT, on the host of engine 0")
+            raise ConfigError(f"data_parallel_address {head!r}: expected tcp://HOST:PORT, on the host of rank 0")
+        if self.node_rank >= self.nnodes or self.tensor_parallel_size % self.nnodes:
+            sizes = f"tensor_parallel_size is {self.tensor_parallel_size}, node_rank {self.node_rank}"
+            raise ConfigError(f"nnodes {self.nnodes}: {sizes}; hosts have equally many ranks, and are counted from 0")
+        if self.nnodes > 1 and (self.dp_lockstep or len(here) > 1 or self.is_scripted):
+            way_out = "of several, start each with its data_parallel_rank; those in lockstep have one host each"
+            raise NotSupportedError(f"nnodes {self.nnodes} is for one engine, and not for a scripted one: {way_out}")
 
     def _check_ray(self) -> None:
         if self.dp_lockstep:

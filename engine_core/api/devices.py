@@ -59,7 +59,7 @@ def places(
     Raises:
         ConfigError: too few GPUs or CPU cores, or no such device; with both numbers.
     """
-    engines, ranks, device = len(config.engines_here), config.tensor_parallel_size, config.device
+    engines, ranks, device = len(config.engines_here), len(config.ranks_here), config.device
     if device == "auto" and config.is_scripted:
         device = "cpu"
     count, number, visible = engines * ranks, cuda_number(device), visible_gpus(environ, root)

@@ -22,7 +22,7 @@ def run_worker(follow: Callable[[], Never], device: str, child: SupervisedChild)
         Exception: whatever broke this rank, after the supervisor was told.
     """
     for number in (signal.SIGTERM, signal.SIGINT):  # sent to all processes of a service, say: rank 0 drains first
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda got, _frame: child.pass_on(got))
     child.report_ready({"resolved": {"device": device}})
     try:
         follow()

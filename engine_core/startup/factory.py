@@ -15,8 +15,10 @@ from wavecore.engine_core.plan import Runner
 from wavecore.engine_core.startup.compilation import compiler_beside
 from wavecore.transport.addresses import interface_of
 from wavecore.transport.errors import ModelError
-from wavecore.transport.io.vote_link import VoteLink
+from wavecore.transport.io.host_link import HostLink
+from wavecore.transport.io.step_link import StepLink
 from wavecore.transport.processes.group_memory import GroupMemory
+from wavecore.transport.processes.step_ring import StepChannel, StepRing
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +31,7 @@ def make_runner(
     config: EngineConfig,
     progress: Callable[[str, float], None],
     group: GroupMemory | None = None,
-    link: VoteLink | None = None,
+    link: HostLink | None = None,
 ) -> Runner:
     """Load `config.model` for the first rank of an engine, or its only one.
 
@@ -49,11 +51,11 @@ def make_runner(
         return runner
     from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
 
-    return GroupRunner(runner, group.part(config.tensor_parallel_size), config.check_ranks)
+    return GroupRunner(runner, _channel(config, group, link), config.check_ranks)
 
 
 def make_worker(
-    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory, link: VoteLink | None = None
+    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory, link: HostLink | None = None
 ) -> tuple[Callable[[], Never], str]:
     """Load `config.model` for another rank of an engine.
 
@@ -71,7 +73,12 @@ def make_worker(
     runner = _load(config, progress, group, link)
     from wavecore.engine_core.tensor_parallel.worker import Worker
 
-    return Worker(runner, group.part(config.tensor_parallel_size), config.check_ranks).run, runner.info.device
+    return Worker(runner, _channel(config, group, link), config.check_ranks).run, runner.info.device
+
+
+def _channel(config: EngineConfig, group: GroupMemory, link: HostLink | None) -> StepChannel:
+    """Between the ranks of an engine."""
+    return link if isinstance(link, StepLink) else StepRing(group.part(config.tensor_parallel_size))
 
 
 def _scripted() -> ModuleType:
@@ -83,7 +90,7 @@ def _scripted() -> ModuleType:
 
 
 def _load(
-    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None, link: VoteLink | None
+    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None, link: HostLink | None
 ) -> ModelRunner:
     """This rank's share of a real model."""
     from wavecore.engine_core.models.files import open_model
@@ -120,7 +127,7 @@ def _import_loader() -> Callable[..., ModelRunner]:
     return load_runner
 
 
-def _meet(config: EngineConfig, device: torch.device, group: GroupMemory | None, link: VoteLink | None) -> Ranks:
+def _meet(config: EngineConfig, device: torch.device, group: GroupMemory | None, link: HostLink | None) -> Ranks:
     """Meet the other ranks, on one host or several."""
     import torch
 

@@ -21,8 +21,7 @@ from wavecore.engine_core.plan import F32, LeastSize, OutOfMemory, PendingStep, 
 from wavecore.engine_core.tensor_parallel.plan_codec import Buffer, encode
 from wavecore.engine_core.tensor_parallel.step_check import StepCheck, digest
 from wavecore.transport.errors import EngineDead, WavecoreError
-from wavecore.transport.processes.group_memory import GroupMemory
-from wavecore.transport.processes.step_ring import StepWriter, spin_then_sleep
+from wavecore.transport.processes.step_ring import StepChannel, own_words
 
 
 class Record(IntEnum):
@@ -37,56 +36,58 @@ class Record(IntEnum):
 
 
 class WorkerWords:
-    """How far each worker is, in words of the group's memory. They count steps from 1, so that 0 is none yet.
+    """How far each worker is, in words that it shows rank 0. They count steps from 1, so that 0 is none yet.
 
     Steps are numbered as they are sent, since dummies have no step id; but transfers have that of their plan.
     """
 
     BEGUN, LAUNCHED, TRANSFERRED, FAILED = 0, 1, 2, 3  # two words for failures: of even steps, and of odd ones
-    MEASURED, MEMORY, SIZE = 5, 6, 16  # how often memory was told, and the bytes
+    MEASURED, MEMORY = 5, 6  # how often memory was told, and the bytes
 
-    def __init__(self, memory: GroupMemory) -> None:
-        self._memory = memory
-        self._workers = range(1, memory.ranks)
+    def __init__(self, channel: StepChannel) -> None:
+        self._channel = channel
+        self._workers = range(1, channel.ranks)
 
     def tell(self, word: int, step: int) -> None:
-        """A worker has come to this step."""
-        memory = self._memory
-        memory.words[self._place(memory.rank, word)] = step + 1
-        memory.ring(0)
+        """A worker has come to this step. Of what came earlier nobody needs to hear."""
+        channel, place = self._channel, self._place(self._channel.rank, word)
+        if channel.words[place] <= step:
+            channel.words[place] = step + 1
+            channel.ring(0)
 
     def wait_for(self, word: int, step: int) -> None:
         """Until every worker has come to this step."""
         for rank in self._workers:
             place = self._place(rank, word)
-            spin_then_sleep(self._memory, lambda place=place: self._memory.words[place] > step, rank)  # type: ignore[misc]
+            self._channel.wait_until(lambda place=place: self._channel.words[place] > step, rank)  # type: ignore[misc]
 
     def transferred(self) -> int:
         """The last step up to which the transfers of all workers are done; -1 for none."""
-        return min(self._memory.words[self._place(rank, self.TRANSFERRED)] for rank in self._workers) - 1
+        return min(self._channel.words[self._place(rank, self.TRANSFERRED)] for rank in self._workers) - 1
 
     def failed(self, step: int) -> list[int]:
         """The workers that ran out of memory in this step."""
         word = self.FAILED + step % 2
-        return [rank for rank in self._workers if self._memory.words[self._place(rank, word)] == step + 1]
+        return [rank for rank in self._workers if self._channel.words[self._place(rank, word)] == step + 1]
 
     def tell_memory(self, stats: Mapping[str, int]) -> None:
         """A worker's, in the order of its uses."""
-        memory, begin = self._memory, self._place(self._memory.rank, self.MEMORY)
-        for place, size in enumerate(stats.values(), begin):
-            memory.words[place] = size
-        self.tell(self.MEASURED, memory.words[self._place(memory.rank, self.MEASURED)])
+        words, rank = self._channel.words, self._channel.rank
+        for place, size in enumerate(stats.values(), self._place(rank, self.MEMORY)):
+            words[place] = size
+        self.tell(self.MEASURED, words[self._place(rank, self.MEASURED)])
 
     def most_memory(self, own: Mapping[str, int]) -> dict[str, int]:
         """By use, of the rank that holds most."""
         places = [self._place(rank, self.MEMORY) for rank in self._workers]
         return {
-            name: max(size, *(self._memory.words[place + i] for place in places))
+            name: max(size, *(self._channel.words[place + i] for place in places))
             for i, (name, size) in enumerate(own.items())
         }
 
     def _place(self, rank: int, word: int) -> int:
-        return self._memory.ranks + self.SIZE * rank + word
+        first: int = own_words(rank, self._channel.ranks).start
+        return first + word
 
 
 class GroupRunner:
@@ -94,12 +95,13 @@ class GroupRunner:
 
     Args:
         runner: of this rank.
+        channel: to the other ranks.
         checks: whether workers compare each step with this rank's.
     """
 
-    def __init__(self, runner: ModelRunner, memory: GroupMemory, checks: bool = False) -> None:
+    def __init__(self, runner: ModelRunner, channel: StepChannel, checks: bool = False) -> None:
         self._runner, self.info, self.checks = runner, runner.info, checks
-        self._steps, self._words = StepWriter(memory), WorkerWords(memory)
+        self._steps, self._words = channel, WorkerWords(channel)
         self._in_flight: deque[_GroupStep] = deque()
         self._sent = 0  # steps
         self._asked = 0  # how often for their memory

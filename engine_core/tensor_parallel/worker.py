@@ -14,8 +14,7 @@ from wavecore.engine_core.tensor_parallel.group_runner import Record, WorkerWord
 from wavecore.engine_core.tensor_parallel.plan_codec import decode
 from wavecore.engine_core.tensor_parallel.step_check import StepCheck, digest
 from wavecore.transport.errors import WavecoreError
-from wavecore.transport.processes.group_memory import GroupMemory
-from wavecore.transport.processes.step_ring import StepReader
+from wavecore.transport.processes.step_ring import StepChannel
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +24,14 @@ IN_FLIGHT = 2  # steps, as in rank 0
 class Worker:
     """Args:
     runner: of this rank.
+    channel: to rank 0.
     checks: whether rank 0 tells what its steps did, to compare.
     """
 
-    def __init__(self, runner: ModelRunner, memory: GroupMemory, checks: bool = False) -> None:
-        self._runner, self._progress = runner, memory.progress
+    def __init__(self, runner: ModelRunner, channel: StepChannel, checks: bool = False) -> None:
+        self._runner, self._progress = runner, channel.progress
         self._checks: dict[int, StepCheck] | None = {} if checks else None  # by step
-        self._records, self._words = StepReader(memory), WorkerWords(memory)
+        self._records, self._words = channel, WorkerWords(channel)
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
         self._received = 0  # steps
         # By slot, with the step that begins: the runner holds no array, and here no request does

@@ -87,6 +87,7 @@ def _table(found: Mapping[str, Any]) -> str:
         first = {**engine, "epoch": engine["epoch"][:8], "last cause": cause}  # in its first row alone
         for place, rank in enumerate(engine["ranks"] or [{"rank": 0}]):
             row = {**({} if place else first), **rank, "engine": engine["index"], "state": engine["state"]}
+            row |= {"host": rank.get("host") or engine["host"], "pid": row.get("pid") or None}
             rows.append(tuple("" if (value := row.get(name)) is None else str(value) for name in columns))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -79,20 +79,23 @@ def run(args: Sequence[str], ranks: int) -> int:
         raise ConfigError(f"torchrun starts engines alone: {command}; run other commands without it")
     values = make_parser(command).parse(args[1:], {**SETTINGS, "data_parallel_size": None})
     engines, each = values.data_parallel_size, values.tensor_parallel_size
+    if ranks < each and each % ranks == 0:  # this host has a part of an engine
+        values.nnodes, values.node_rank = each // ranks, int(os.environ["RANK"]) % each // ranks
     if engines is None:
         engines = values.data_parallel_size = max(1, world // each)
         if world > 1:
             why = f"torchrun started {world} processes, and an engine has {each} (tensor_parallel_size)"
             print(f"wavecore: data_parallel_size {engines}: {why}", file=sys.stderr)
-    if engines * each != world or ranks % each:
+    if engines * each != world or (ranks % each and each % ranks):
         sizes = f"--data-parallel-size {engines} --tensor-parallel-size {each}"
         raise ConfigError(
-            f"torchrun started {world} processes, {ranks} here, and {sizes} make {engines * each} ranks, those of an "
-            f"engine on one host; run {COMMAND.format(engines * each)} {sizes}, or without torchrun: "
+            f"torchrun started {world} processes, {ranks} here, and {sizes} make {engines * each} ranks, an equal "
+            f"part on each host; run {COMMAND.format(engines * each)} {sizes}, or without torchrun: "
             f"wavecore engine {sizes}"
         )
     if world > ranks:
         if values.address is None:
             raise ConfigError(f"torchrun started {ranks} of {world} processes here: give address tcp://THIS_HOST")
-        values.data_parallel_rank, values.data_parallel_size_local = int(os.environ["RANK"]) // each, ranks // each
+        values.data_parallel_rank = int(os.environ["RANK"]) // each
+        values.data_parallel_size_local = max(1, ranks // each)
     return serve(settings(values))

@@ -26,7 +26,8 @@ def main(args: Sequence[str] | None = None) -> int:
         "--attach", required=True, action="append", help="runtime directory of the engines, or access file"
     )
     parser.add_argument("--fd", "--listener-fd", type=int, required=True, help="descriptor of the socket")
-    parser.add_argument("--name", default="api server", help="in logs and in ps")
+    if not supervised:
+        parser.add_argument("--name", default="api server", help="in logs and in ps")
     parsed = parser.parse_args(words)
     raise_descriptor_limit()
     process = child.SupervisedChild(parsed) if supervised else None

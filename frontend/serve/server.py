@@ -177,7 +177,7 @@ class _ApiProcess:
             "wavecore.frontend.serve",
             config.to_json(),
             memory_advice=ADVICE,
-            argv=["--attach", config.attach[0], "--name", self._name],
+            argv=["--attach", config.attach[0]],
             fds=[("listener", listener.fileno())],
         )
         try:

@@ -30,11 +30,12 @@ SCRIPT: dict[str, Any] = {"vocab_size": 1000, "max_model_len": 4096, "num_blocks
 
 
 def listeners(llm: LLM) -> set[str]:
-    """Addresses at which the processes of an attached engine listen."""
+    """Addresses at which the processes of an attached engine listen, those of its host."""
     [engine] = deployment.read(llm.runtime_dir).engines
     found = {
         str(c.laddr.ip)
         for rank in engine.ranks
+        if rank.pid
         for c in psutil.Process(rank.pid).net_connections("tcp")
         if c.status == "LISTEN"
     }

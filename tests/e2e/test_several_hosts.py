@@ -202,33 +202,43 @@ def test_access_to_what_other_hosts_cannot_reach(model: dict[str, str], capsys: 
     assert main(["access", "/none"]) == 5
 
 
+LINK = ["--keys", "keys", "--data-parallel-address", "tcp://127.0.0.1:7000"]
+
 # --- torchrun ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("world", "rank", "here", "flags", "engines"),
+    ("world", "rank", "here", "flags", "engines", "ranks"),
     [
-        (2, 0, 2, [], range(2)),
-        (4, 2, 2, [], range(2, 4)),
-        (8, 4, 4, ["-tp", "2"], range(2, 4)),
-        (6, 4, 2, ["-tp", "2", "-dp", "3"], range(2, 3)),  # hosts need not be alike
+        (2, 0, 2, [], range(2), range(1)),
+        (4, 2, 2, [], range(2, 4), range(1)),
+        (8, 4, 4, ["-tp", "2"], range(2, 4), range(2)),
+        (6, 4, 2, ["-tp", "2", "-dp", "3"], range(2, 3), range(2)),  # hosts need not be alike
+        (4, 2, 2, ["-tp", "4", *LINK], range(1), range(2, 4)),  # a part of an engine
+        (8, 6, 2, ["-tp", "4", *LINK], range(1, 2), range(2, 4)),
     ],
 )
 def test_torchrun_over_several_hosts(
-    monkeypatch: pytest.MonkeyPatch, world: int, rank: int, here: int, flags: Sequence[str], engines: range
+    monkeypatch: pytest.MonkeyPatch,
+    world: int,
+    rank: int,
+    here: int,
+    flags: Sequence[str],
+    engines: range,
+    ranks: range,
 ) -> None:
     found: list[EngineConfig] = []
     monkeypatch.setattr("wavecore.frontend.cli.engine.serve", lambda config: found.append(config) or 0)
     for name, value in {"WORLD_SIZE": world, "RANK": rank}.items():
         monkeypatch.setenv(name, str(value))
-    assert torchrun.run(["engine", "scripted:x", "--address", "tcp://127.0.0.1", *flags], here) == 0
+    assert torchrun.run(["engine", "x", "--address", "tcp://127.0.0.1", *flags], here) == 0
     [config] = found
-    assert config.engines_here == engines
+    assert (config.engines_here, config.ranks_here) == (engines, ranks)
     with pytest.raises(ConfigError, match=rf"torchrun started {world} processes, {here} here, and .* 7 "):
-        torchrun.run(["engine", "scripted:x", "-dp", "7"], here)
+        torchrun.run(["engine", "x", "-dp", "7"], here)
     if world > here:
         with pytest.raises(ConfigError, match=rf"{here} of {world} processes here: give address tcp://THIS_HOST"):
-            torchrun.run(["engine", "scripted:x", *flags], here)
+            torchrun.run(["engine", "x", *flags], here)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Hosts in lockstep, an engine each: addresses of this machine from 127.0.0.2 on; see several_hosts.py."""
+"""Hosts that compute together, an engine each in lockstep, or one engine on all; see several_hosts.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.frontend.client.service import make_supervisor
 from wavecore.frontend.llm import LLM
 from wavecore.transport.curve import create_keys
+from wavecore.transport.processes.supervisor import Supervisor
 
 
 def on_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -37,6 +38,17 @@ def lockstep_settings(folder: Path, hosts: int, port: int) -> list[dict[str, Any
 
 
 @contextmanager
+def started(supervisors: Sequence[Supervisor]) -> Iterator[list[LLM]]:
+    """All hosts at once; a client of each."""
+    with ExitStack() as stack:
+        stack.callback(on_all, [supervisor.stop for supervisor in supervisors])
+        clients = [LLM.connect(folder) for folder in on_all([supervisor.start for supervisor in supervisors])]
+        for llm in clients:
+            stack.callback(llm.shutdown)
+        yield clients
+
+
+@contextmanager
 def hosts_in_lockstep(folder: Path, of_each: Sequence[dict[str, Any]], **settings: Any) -> Iterator[list[LLM]]:
     """Start an engine a host; a client of each.
 
@@ -44,12 +56,20 @@ def hosts_in_lockstep(folder: Path, of_each: Sequence[dict[str, Any]], **setting
         folder: for keys.
         of_each: settings of each host, beside those of all.
     """
-    with ExitStack() as stack:
-        own = lockstep_settings(folder, len(of_each), two_free_ports())
-        configs = [EngineConfig(**{**common, **settings, **more}) for common, more in zip(own, of_each, strict=True)]
-        supervisors = [make_supervisor(config) for config in configs]
-        stack.callback(on_all, [supervisor.stop for supervisor in supervisors])
-        clients = [LLM.connect(folder) for folder in on_all([supervisor.start for supervisor in supervisors])]
-        for llm in clients:
-            stack.callback(llm.shutdown)
+    own = lockstep_settings(folder, len(of_each), two_free_ports())
+    configs = [EngineConfig(**{**common, **settings, **more}) for common, more in zip(own, of_each, strict=True)]
+    with started([make_supervisor(config) for config in configs]) as clients:
         yield clients
+
+
+def one_engine_settings(folder: Path, hosts: int, port: int) -> list[dict[str, Any]]:
+    """What each host has of its own where the ranks of one engine lie on all of them, and all alike.
+
+    Args:
+        folder: for keys, which all hosts have.
+        port: of the head.
+    """
+    create_keys(folder / "keys")
+    common = {"nnodes": hosts, "keys": str(folder / "keys"), "data_parallel_address": f"tcp://127.0.0.1:{port}"}
+    common |= {"skip_tokenizer_init": True, "disable_tqdm": True}
+    return [{**common, "node_rank": host, "address": f"tcp://127.0.0.{host + 2}"} for host in range(hosts)]

@@ -64,7 +64,9 @@ def install() -> None:
     if "wavecore.engine_core" not in sys.orig_argv:
         return
     factory: Any = import_module("wavecore.engine_core.startup.factory")
-    load, rank = factory._load, int(sys.orig_argv[sys.orig_argv.index("--rank") + 1])
+    # "engine 0 rank 1"; one that is alone on its host, and the first, is "engine 0"
+    name = sys.orig_argv[sys.orig_argv.index("--name") + 1]
+    load, rank = factory._load, int(name.rpartition(" rank ")[2]) if " rank " in name else 0
 
     def load_with_faults(*args: Any) -> Any:
         for place, (module, name) in PLACES.items():

@@ -22,6 +22,7 @@ from wavecore.engine_core.tensor_parallel.worker import Worker
 from wavecore.parallel.collectives import ALONE, Collectives
 from wavecore.parallel.ranks import Ranks
 from wavecore.transport.processes.group_memory import GroupMemory
+from wavecore.transport.processes.step_ring import StepRing
 
 T = TypeVar("T")
 SECONDS = 60.0
@@ -105,7 +106,7 @@ class ThreadRanks(GroupRunner):
         self.ranks: list[ModelRunner] = self.on_all(lambda rank: load_rank(model, ranks[rank], **settings))
         self._until = ExitStack()
         shared = make_group(size, self._until)
-        super().__init__(self.ranks[0], shared[0], bool(settings.get("check_ranks")))
+        super().__init__(self.ranks[0], StepRing(shared[0]), bool(settings.get("check_ranks")))
         self._workers = [self._threads.submit(self._work, rank, shared[rank]) for rank in range(1, size)]
 
     def on_all(self, call: Callable[[int], T]) -> list[T]:
@@ -121,7 +122,7 @@ class ThreadRanks(GroupRunner):
 
     def _work(self, rank: int, memory: GroupMemory) -> None:
         try:
-            Worker(self.ranks[rank], memory, self.checks).run()
+            Worker(self.ranks[rank], StepRing(memory), self.checks).run()
         except ValueError as error:
             if str(NO_RECORD) not in str(error):
                 self.board.barrier.abort()

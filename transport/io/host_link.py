@@ -14,14 +14,12 @@ itself, and reads what comes while it sleeps or waits (`GroupMemory.attend`); th
 The socket and all that the link knows belong to who holds the lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +137,7 @@ class HostLink(BoundThread):
         self._values: dict[str, bytes] = {}  # of the rendezvous, at the head
         self._asked: dict[int, tuple[Utility, Future[Any]]] = {}
         self._error: WavecoreError | None = None
+        self._awaited: Container[int] = ()  # those whose leave this rank awaits when it leaves
         self._waits = self._attended = False
         self._lock = threading.Lock()
         # libzmq lets nobody use a socket that another thread polls, so the thread polls its descriptor. That one tells
@@ -185,6 +184,7 @@ class HostLink(BoundThread):
         found: Future[Any] = Future()
         with self._turn_of():
             self._ask(method, dict(args), found)
+        self._call_soon(lambda: self._watch(True))  # this thread does not read while it waits here
         return found.result(seconds)
 
     def conclude(self, error: BaseException) -> BaseException:
@@ -199,6 +199,13 @@ class HostLink(BoundThread):
                 self._end(EngineDead(text), tells=False)
             return error
         return self._error
+
+    def pass_on(self, number: int) -> None:
+        """A signal to stop came to a worker."""
+
+    def introduce(self, ready: dict[str, Any]) -> dict[str, Any]:
+        """Of what a rank would tell its supervisor when it is ready, what it tells."""
+        return ready
 
     def _check(self) -> None:
         if self._error is not None:
@@ -234,7 +241,7 @@ class HostLink(BoundThread):
         self._poller.register(self._fd, zmq.POLLIN if watches else 0)
 
     def _read(self) -> None:
-        while not self._socket.closed and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while not self._socket.closed and int(self._socket.EVENTS) & zmq.POLLIN:
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
             identity = frames.pop(0) if self._is_head else b""
             try:
@@ -297,8 +304,8 @@ class HostLink(BoundThread):
         self._wake()
 
     def _wake(self) -> None:
-        """Something came that the main loop may wait for, and it is not the one that reads."""
-        if threading.current_thread() is self._thread:
+        """Something came that the main loop may wait for, and it is not the main loop that reads."""
+        if threading.current_thread() is not threading.main_thread():
             self._memory.ring(self._memory.rank)
 
     def _tick(self) -> None:
@@ -377,11 +384,7 @@ class HostLink(BoundThread):
                 return True
             for rank in self._members:
                 self._send(rank, Bye(self.life))
-            return all(self._members[rank].has_left for rank in self._awaited())
-
-    def _awaited(self) -> Iterable[int]:
-        """Those whose leave this rank awaits when it leaves."""
-        return ()
+            return all(member.has_left for rank, member in self._members.items() if rank in self._awaited)
 
     def _send(self, rank: int, message: Message) -> None:
         self._send_to(self._members[rank].identity, encode(message))

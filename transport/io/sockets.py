@@ -1,6 +1,7 @@
 """Every socket of the project is made here, with the same bounded options.
 
-A socket is used by one thread only; a context is shared. The thread that starts the owner may create the socket.
+A socket is used by one thread, its owner (that of `host_link.py` by who holds its lock); a context is shared. The
+thread that starts the owner may create the socket.
 """
 
 import sys

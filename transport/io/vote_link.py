@@ -3,9 +3,7 @@
 `wire/ballots.py` has the rules.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from wavecore.transport.io.host_link import HostLink, RankPlace
@@ -23,6 +21,7 @@ class VoteLink(HostLink):
     def __init__(self, place: RankPlace, *further: Any) -> None:
         self._ballots = Ballots(place.rank, place.voters)
         super().__init__(place, *further)
+        self._awaited = place.voters
 
     def publish(self, agreement: int, vote: Vote) -> None:
         with self._turn_of():
@@ -62,6 +61,3 @@ class VoteLink(HostLink):
     def _repeat(self) -> None:
         if lacking := self._ballots.repeat():
             self._tell(lacking, self._ballots.agreement, again=True)
-
-    def _awaited(self) -> Iterable[int]:
-        return self._members.keys() & self.place.voters

@@ -31,6 +31,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(program)
     for name in ("config", "status", "parent", "progress"):
         parser.add_argument(f"--{name}-fd", type=int, required=True)
+    parser.add_argument("--name", required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--memory-fd", type=int)
     parser.add_argument("--store-fd", type=int)
@@ -52,7 +53,9 @@ class SupervisedChild:
         rank: in its group.
         group: what it shares with the other ranks; None where it is alone.
         phase: name of what is being done now.
-        conclude: of an error that ends this process, the one that does so; see `VoteLink.conclude`.
+        conclude: of an error that ends this process, the one that does so; see `HostLink.conclude`.
+        pass_on: what a worker does about a signal to stop; nothing, where its rank 0 gets one, too.
+        introduce: of what is told when it is ready, all that is; see `StepLink.introduce`.
     """
 
     def __init__(self, args: argparse.Namespace, memory_advice: str = MORE_MEMORY) -> None:
@@ -78,6 +81,8 @@ class SupervisedChild:
         self._reported = 0.0
         self._failed: Cause | None = None
         self.conclude: Callable[[BaseException], BaseException] = lambda error: error
+        self.pass_on: Callable[[int], object] = lambda _number: None
+        self.introduce: Callable[[dict[str, Any]], dict[str, Any]] = lambda ready: ready
 
     def report_phase(self, phase: str, fraction: float) -> None:
         """Tell how far the start is; call it as often as you like, from any thread.
@@ -93,8 +98,9 @@ class SupervisedChild:
         self._say({"phase": phase, "fraction": round(min(max(fraction, 0.0), 1.0), 4)})
 
     def report_ready(self, values: Mapping[str, Any]) -> None:
+        ready = self.introduce(dict(values))
         self.phase = "serve"
-        self._say({"ready": dict(values)})
+        self._say({"ready": ready})
 
     def report_failure(self, error: BaseException) -> Cause:
         """The last report of a child that ends: the error as the parent will raise it, and as clients may hear it.

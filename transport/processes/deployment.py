@@ -83,6 +83,7 @@ class RankEntry:
         device: what it computes on, for people: "GPU 1", "GPU-8f3a2c1e", "cpu".
         state: starting, ready, or ended.
         seconds: that each phase of its start took, once it is ready.
+        host: of an engine over several hosts, this rank's; its own host alone knows more of it.
     """
 
     rank: Whole
@@ -90,6 +91,7 @@ class RankEntry:
     device: Text = ""
     state: Text = "starting"
     seconds: Annotated[Mapping[Text, float], Few] = field(default_factory=dict)
+    host: Text = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from typing import Any
 from wavecore.transport.addresses import engine_ports
 from wavecore.transport.errors import WavecoreError
 from wavecore.transport.processes import group_memory
-from wavecore.transport.processes.deployment import Cause, EngineEntry
+from wavecore.transport.processes.deployment import Cause, EngineEntry, RankEntry
 from wavecore.transport.processes.process import ChildSpec
 from wavecore.transport.processes.rank_process import RankProcess
 from wavecore.transport.processes.stall import GroupWatch
@@ -174,11 +174,13 @@ class Group(EngineGroup):
         self._first: RankProcess | None = None  # that failed, or ended
         self._is_over = True  # this life is: its cause is told, though ranks may still be on their way out
         self._is_ready = False  # in this life
+        self._everywhere: dict[int, RankEntry] = {}  # ranks of all hosts, of an engine that lies on several
 
     def spawn(self) -> None:
         self._spawn_at = self._kill_at = math.inf
         self._ready_by = time.monotonic() + self._limits.ready
         self._ranks, self._first, self._is_ready, self._is_over = [], None, False, False
+        self._everywhere = {}
         try:
             self._spawn_ranks()
         except OSError as error:  # no descriptors, memory or process ids just now
@@ -239,7 +241,7 @@ class Group(EngineGroup):
     def _ends_in_order(self) -> bool:
         """The first rank to end served clients, and had nothing left to do."""
         first = self._first
-        if first is None or first.cause is None or first.entry.rank not in self._serving:
+        if first is None or first.cause is None or self._ranks.index(first) not in self._serving:
             return False
         return first.cause.status == 0
 
@@ -257,7 +259,7 @@ class Group(EngineGroup):
                 argv += ["--output", entry.output or self._bind(entry.index, "out")]
                 words = [*spec.argv, *argv, *([] if self._is_alone else ["--rank", str(rank)])]
                 rank_process = RankProcess(
-                    rank,
+                    self._specs[0].first_rank + rank,
                     replace(spec, name=self._name(rank), argv=words, fds=[*spec.fds, *shared]),
                     selector=self._context.selector,
                     on_phase=partial(self._context.on_phase, entry.index) if rank in self._serving else lambda *_: None,
@@ -291,6 +293,7 @@ class Group(EngineGroup):
         self.resolved = self._ranks[0].resolved
         self._is_ready = self._was_ready = True
         said = [self._ranks[rank].endpoints for rank in self._serving]
+        self._everywhere = {rank.rank: rank for its in said if its is not None for rank in its.ranks}
         self.entries = tuple(
             replace(entry, epoch=its.epoch, input=its.input, output=its.output)
             for entry, its in zip(self.entries, said, strict=True)
@@ -322,7 +325,7 @@ class Group(EngineGroup):
 
     def _give_up(self, rank: RankProcess, code: str, reason: str) -> None:
         """Take down the stacks of all ranks, then, in the next tick, end them."""
-        message = f"{self._name(rank.entry.rank)} (pid {rank.entry.pid}) {reason}"
+        message = f"{self._name(self._ranks.index(rank))} (pid {rank.entry.pid}) {reason}"
         logger.error("%s", message)
         self._first, self._kill_at = rank, time.monotonic()
         for each in self._ranks:
@@ -334,7 +337,7 @@ class Group(EngineGroup):
 
     def _died(self, cause: Cause) -> None:
         """This life is over. Plan the next one, or give up."""
-        self._is_over, self._ready_by = True, math.inf
+        self._is_over, self._ready_by, self._everywhere = True, math.inf, {}
         if self._stopping:
             in_order = cause.code == "exit" and cause.status <= 0
             self._change(cause=None if in_order else cause)
@@ -356,13 +359,20 @@ class Group(EngineGroup):
         ranks = tuple(rank.entry for rank in self._ranks)
         of_each = [ranks[first:end] for first, end in pairwise([*self._serving, len(self._specs)])]
         self.entries = tuple(
-            replace(entry, pid=own[0].pid if own else entry.pid, ranks=own, **values)
+            replace(entry, pid=own[0].pid if own else entry.pid, ranks=self._with_others(own), **values)
             for entry, own in zip(self.entries, of_each, strict=True)
         )
 
+    def _with_others(self, own: tuple[RankEntry, ...]) -> tuple[RankEntry, ...]:
+        """And those of other hosts, if there are any."""
+        if not (known := self._everywhere):
+            return own
+        here = {rank.rank: replace(rank, host=known[rank.rank].host) for rank in own}
+        return tuple((known | here).values())
+
     def _name(self, rank: int) -> str:
-        name = self._specs[rank].name
-        return name if self._is_alone else f"{name} rank {rank}"
+        name, first = self._specs[rank].name, self._specs[0].first_rank
+        return f"{name} rank {first + rank}" if first or not self._is_alone else name
 
     def _bind(self, index: int, which: str) -> str:
         if self._context.address:

@@ -19,6 +19,7 @@ from wavecore.transport.processes.stall import ProgressPage
 
 WORDS_BYTES, RING_BYTES = 1 << 16, 4 << 20
 SECTION_BYTES = WORDS_BYTES + RING_BYTES  # taken page by page, when they are first written
+SPIN_SECONDS = 50e-6
 
 
 def create(ranks: int, until: ExitStack) -> list[tuple[str, int]]:
@@ -124,6 +125,15 @@ class GroupMemory:
         self.wait_for(peer)
         self.sleep(is_so, seconds)
         self.wait_for(None)
+
+    def wait_until(self, is_so: Callable[[], bool], peer: int | None = None) -> None:
+        """`sleep_until`, but first look again and again for a moment: at the pace of steps that is often enough."""
+        if is_so():  # as a rule, and then no clock is read
+            return
+        until = time.perf_counter() + SPIN_SECONDS
+        while not is_so():
+            if time.perf_counter() > until:
+                self.sleep_until(is_so, peer)
 
     def sleep(self, is_so: Callable[[], bool], seconds: float | None = None) -> None:
         """The same, for who tells the supervisor himself."""

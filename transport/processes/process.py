@@ -52,6 +52,7 @@ class ChildSpec:
         device: what it computes on, for people.
         serves: clients connect to this rank of its group, as they do to rank 0: it is an engine of the deployment.
         stage: see `deployment.EngineEntry`.
+        first_rank: number of the group's first rank here, where other hosts have those before it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ChildSpec:
     device: str = ""
     serves: bool = False
     stage: str = ""
+    first_rank: int = 0
 
 
 class Child:
@@ -98,7 +100,7 @@ class Child:
             env = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.env}
             self._process = subprocess.Popen(
                 # -P: the current folder is no place to import from, it may hold a module of any name
-                [sys.executable, "-P", "-m", spec.module, *arguments, *spec.argv],
+                [sys.executable, "-P", "-m", spec.module, "--name", spec.name, *arguments, *spec.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

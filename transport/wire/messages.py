@@ -272,7 +272,7 @@ class Bye:
     epoch: bytes
 
 
-# --- between ranks on several hosts (`io/vote_link.py`), beside Ready, Ping, Utility, Result, Dead and Bye ------------
+# --- between ranks on several hosts (`io/host_link.py`), beside Ready, Ping, Utility, Result, Dead and Bye ------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,10 +306,35 @@ class Votes:
     again: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """(numbered) A record of rank 0 to its workers, or a part of it.
+
+    Attributes:
+        record: its kind.
+        last: it ends here.
+        data: uint8 [n].
+    """
+
+    epoch: bytes
+    number: int
+    record: int
+    last: bool
+    data: TensorFrame
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What a worker shows rank 0: all of its words, as they are now."""
+
+    epoch: bytes
+    words: list[int]
+
+
 OfClients = (
     Add | Abort | Utility | Hello | Ping | Ready | Step | Result | Heartbeat | UnknownClient | Dead | Bye | Piece | Mark
 )
-Message = OfClients | Join | Votes
+Message = OfClients | Join | Votes | StepRecord | Words
 Up = Add | Abort | Utility  # numbered, from client to engine
 Down = Step | Result  # ... and back
 Numbered = Up | Down | Piece

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from wavecore.engine_core.api.config import EngineConfig
+from wavecore.engine_core.api.devices import places
 from wavecore.transport.errors import ConfigError
 
 
@@ -89,14 +91,39 @@ def test_engines_that_are_started_here(given: dict[str, int], here: range) -> No
     assert EngineConfig(data_parallel_size=4, **given).engines_here == here
 
 
+NODES: dict[str, Any] = {"nnodes": 2, "tensor_parallel_size": 4, "data_parallel_rank": 0, "keys": "/keys"}
+NODES |= {"address": "tcp://127.0.0.1", "data_parallel_address": "tcp://127.0.0.1:7000"}
+
+
+def test_ranks_that_are_started_here(tmp_path: Path) -> None:
+    assert EngineConfig(tensor_parallel_size=4).ranks_here == range(4)
+    hosts = [EngineConfig(data_parallel_size=4, **NODES, node_rank=host) for host in range(2)]
+    assert [config.ranks_here for config in hosts] == [range(2), range(2, 4)]
+    assert all(config.spans_hosts and [len(ranks) for ranks in places(config, {}, tmp_path)] == [2] for config in hosts)
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"data_parallel_rank": 4}, "ask for engines 4 to 4, and data_parallel_size is 4"),
         ({"data_parallel_rank": 3, "data_parallel_size_local": 2}, "ask for engines 3 to 4"),
-        ({"data_parallel_rank": 0, "dp_lockstep": True}, "lockstep on several hosts need data_parallel_a"),
+        ({"data_parallel_rank": 0, "dp_lockstep": True}, "compute together on several hosts need data_parallel_a"),
         ({"data_parallel_rank": 0, "data_parallel_backend": "ray"}, "data_parallel_rank with data_parallel_backend"),
         ({"keys": "/keys"}, "keys /keys: they are for tcp; give address, too"),
+        ({"data_parallel_rank": 0, "nnodes": 2, "tensor_parallel_size": 2}, "several hosts need data_parallel_address"),
+        ({**NODES, "nnodes": 3}, "nnodes 3: tensor_parallel_size is 4, node_rank 0; hosts have equally many ranks"),
+        ({**NODES, "node_rank": 2}, "nnodes 2: tensor_parallel_size is 4, node_rank 2"),
+        ({"node_rank": 1}, "nnodes 1: tensor_parallel_size is 1, node_rank 1"),
+        (
+            {**NODES, "data_parallel_size_local": 2},
+            "nnodes 2 is for one engine, .* start each with its data_parallel_r",
+        ),
+        ({**NODES, "dp_lockstep": True}, "nnodes 2 is for one engine, .* those in lockstep have one host each"),
+        ({**NODES, "model": "scripted:"}, "nnodes 2 is for one engine, and not for a scripted one"),
+        (
+            {**NODES, "address": None, "keys": None, "data_parallel_backend": "ray"},
+            "several hosts need data_parallel_a",
+        ),
     ],
 )
 def test_engines_that_cannot_be_started_here(given: dict[str, Any], reason: str) -> None:

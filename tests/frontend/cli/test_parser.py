@@ -348,7 +348,7 @@ def test_main_names_commands_and_what_is_missing(capsys: pytest.CaptureFixture[s
         (["x", "--model", "y"], "one argument too many: --model"),
         (["--model", "y", "x"], "one argument too many: --model"),
         (["-x"], "'-x': no such option"),
-        (["--nope"], "no such option; see --help"),
+        (["--xyzzy"], "no such option; see --help"),
         (["--stop", '"a"'], "must be a JSON list of texts"),
         (["--stop", "[1]"], "must be a JSON list of texts"),
         (["--kv-cache-memory-gib", "1" + "0" * 400], "kv-cache-memory-gib must be a number above 0"),

@@ -9,17 +9,22 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from tests.support.linked_ranks import Hosts
 from tests.transport.io import fake_engine
 
 from wavecore.transport.curve import CurveClient
 from wavecore.transport.errors import WavecoreError
+from wavecore.transport.io import sockets
 from wavecore.transport.io.client_pump import ClientPump
 from wavecore.transport.io.connection import Disconnected, EngineEvent, Reconnected
+from wavecore.transport.io.host_link import HostLink
 from wavecore.transport.io.sockets import make_context, make_socket
 from wavecore.transport.wire.messages import Abort, Add, Ready, Result, Step, Utility
 from wavecore.transport.wire.tensors import from_numpy, to_numpy
@@ -230,3 +235,13 @@ def quick_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of both ends in this process lasts a tenth: heartbeats, silence, repeats. Under load a peer may so seem
     silent: for tests that wait for just that."""
     fake_engine.quicken(monkeypatch.setattr)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    """Of ranks that repeat what they say ten times as often, and leave after a quarter of a second."""
+    monkeypatch.setattr(HostLink, "tick_seconds", 0.05)
+    monkeypatch.setattr(HostLink, "flush_seconds", 0.25)
+    monkeypatch.setattr(sockets, "LINGER_MS", 200)
+    with ExitStack() as until:
+        yield Hosts(tmp_path / "keys", until)

@@ -5,29 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from random import Random
-from typing import Any
 
 import pytest
 import zmq
-from tests.support.proxy import Proxy
-from tests.support.waiting import two_free_ports, until
+from tests.support.linked_ranks import Hosts, Rank
+from tests.support.waiting import until
 
-from wavecore.transport.curve import CurveClient, KeyPair, create_keys
-from wavecore.transport.errors import ConfigError, EngineDead, ResourceError, StartError, WavecoreError
-from wavecore.transport.io import host_link, sockets
-from wavecore.transport.io.host_link import RankPlace
+from wavecore.transport.curve import CurveClient, KeyPair
+from wavecore.transport.errors import ConfigError, EngineDead, ResourceError, StartError
+from wavecore.transport.io import host_link
 from wavecore.transport.io.sockets import Monitor, make_context, make_socket
 from wavecore.transport.io.vote_link import VoteLink
-from wavecore.transport.processes.group_memory import GroupMemory
-from wavecore.transport.processes.stall import ELSEWHERE, ProgressPage
+from wavecore.transport.processes.stall import ELSEWHERE
 from wavecore.transport.wire.messages import VOTE_NUMBERS
-
-Vote = tuple[int, ...]
 
 
 def deaf(_data: bytes) -> list[bytes]:
@@ -39,51 +33,6 @@ def passing(data: bytes) -> list[bytes]:
     return [data]
 
 
-class Rank:
-    """A link, and what it told its process."""
-
-    def __init__(self, keys: Path, place: RankPlace) -> None:
-        fd = ProgressPage.create_fd()
-        self.page, self.ends = ProgressPage(fd), list[WavecoreError]()
-        local = range(place.rank, place.rank + 1)
-        self.link = VoteLink(place, keys, GroupMemory.alone(self.page), local, self.ends.append)
-
-    def agree(self, agreements: range, number: Callable[[int], int] = lambda agreement: agreement) -> list[list[Vote]]:
-        found = []
-        for agreement in agreements:
-            self.link.publish(agreement, (number(agreement),) * VOTE_NUMBERS)
-            found.append(self.link.wait(agreement))
-        return found
-
-
-class Hosts:
-    """Starts ranks, and closes them."""
-
-    def __init__(self, keys: Path, until: ExitStack) -> None:
-        self.keys, self.port, self._until = keys, two_free_ports(), until
-        create_keys(keys)
-
-    def start(self, rank: int, ranks: int = 2, port: int | None = None, meet: bool = False, **more: Any) -> Rank:
-        address = f"tcp://127.0.0.1:{port or self.port}"
-        found = Rank(self.keys, RankPlace(address, f"127.0.0.{rank + 2}", rank, ranks, **more))
-        self._until.callback(found.link.close)
-        if meet:
-            found.link.meet(30)
-        return found
-
-    def start_all(self, ranks: int, port: int | None = None, **more: Any) -> list[Rank]:
-        """They have met; all but the head connect to `port`."""
-        found = [self.start(rank, ranks, port if rank else None, **more) for rank in range(ranks)]
-        for rank in found:
-            rank.link.meet(30)
-        return found
-
-    def proxy(self) -> Proxy:
-        proxy = Proxy(self.port)
-        self._until.callback(proxy.close)
-        return proxy
-
-
 @contextmanager
 def peer(hosts: Hosts, pair: KeyPair) -> Iterator[zmq.Socket[bytes]]:
     """A socket of nobody's, connected to the head with that key pair."""
@@ -93,16 +42,6 @@ def peer(hosts: Hosts, pair: KeyPair) -> Iterator[zmq.Socket[bytes]]:
         with make_socket(context, zmq.DEALER, address, curve=CurveClient(server, pair)) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             yield socket
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    """Of ranks that repeat what they say ten times as often, and leave after a quarter of a second."""
-    monkeypatch.setattr(VoteLink, "tick_seconds", 0.05)
-    monkeypatch.setattr(VoteLink, "flush_seconds", 0.25)
-    monkeypatch.setattr(sockets, "LINGER_MS", 200)
-    with ExitStack() as until:
-        yield Hosts(tmp_path / "keys", until)
 
 
 def agree_all(ranks: list[Rank], agreements: range) -> None:

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 import pytest
 from tests.support.group_memory import make_group
 
-from wavecore.transport.processes import step_ring
+from wavecore.transport.processes import group_memory
 from wavecore.transport.processes.group_memory import RING_BYTES
-from wavecore.transport.processes.step_ring import StepReader, StepWriter
+from wavecore.transport.processes.step_ring import StepRing
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_every_reader_gets_every_record(until: ExitStack, readers: int) -> None:
     memories, sent = make_group(readers + 1, until), records(60)
 
     def read(rank: int) -> bool:
-        reader, dice = StepReader(memories[rank]), random.Random(rank)
+        reader, dice = StepRing(memories[rank]), random.Random(rank)
         for record in sent:
             if dice.random() < 0.1:
                 time.sleep(0.002)  # not in step with the others
@@ -45,7 +45,7 @@ def test_every_reader_gets_every_record(until: ExitStack, readers: int) -> None:
 
     with ThreadPoolExecutor(readers) as threads:
         found = [threads.submit(read, rank) for rank in range(1, readers + 1)]
-        writer = StepWriter(memories[0])
+        writer = StepRing(memories[0])
         for kind, data in sent:
             cut = len(data) // 3
             writer.write(kind, [data[:cut], data[cut:]])
@@ -55,21 +55,21 @@ def test_every_reader_gets_every_record(until: ExitStack, readers: int) -> None:
 def test_a_piece_that_is_not_all_there_is_not_taken(until: ExitStack) -> None:
     """As on processors that show the stores of others in another order: the count first, then some of the bytes."""
     [writes, reads] = make_group(2, until)
-    StepWriter(writes).write(3, [b"x" * 1000])
+    StepRing(writes).write(3, [b"x" * 1000])
     whole = bytes(reads.records[:1024])
     for hidden in (range(0, 8), range(8, 24), range(24, 25), range(1023, 1024)):
         for at in hidden:
             reads.records[at] = whole[at] ^ 0xFF
-        assert StepReader(reads)._piece() is None
+        assert StepRing(reads)._piece() is None
         reads.records[:1024] = whole
-    assert StepReader(reads).read() == (3, b"x" * 1000)
+    assert StepRing(reads).read() == (3, b"x" * 1000)
 
 
 def test_a_writer_waits_for_a_reader_that_is_a_ring_behind(until: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """And says for whom, so that the supervisor blames the reader."""
     [writes, reads] = make_group(2, until)
-    monkeypatch.setattr(step_ring, "SPIN_SECONDS", 0.0)
-    writer, reader = StepWriter(writes), StepReader(reads)
+    monkeypatch.setattr(group_memory, "SPIN_SECONDS", 0.0)
+    writer, reader = StepRing(writes), StepRing(reads)
     writes.progress.busy(True)
     thread = threading.Thread(target=lambda: [writer.write(0, [bytes(1 << 20)]) for _ in range(6)], daemon=True)
     thread.start()

@@ -82,6 +82,8 @@ messages = st.one_of(
     st.builds(m.Mark, token16, token16, number, number),
     st.builds(m.Join, rank, text, text),
     st.builds(m.Votes, token16, count, st.dictionaries(rank, st.tuples(*[count] * m.VOTE_NUMBERS), max_size=4)),
+    st.builds(m.StepRecord, token16, number, rank, st.booleans(), tensors()),
+    st.builds(m.Words, token16, st.lists(count, max_size=16)),
 )  # fmt: skip
 
 

@@ -45,6 +45,11 @@ class DPEngineCore(EngineCore):
             return True
         return self.wave.joins(super().has_work, False, self.peer_voted())
 
+    @property
+    def in_idle_turn(self) -> bool:
+        """Never: the other ranks may have requests, and wait for this one."""
+        return False
+
     def peer_voted(self) -> bool:
         """Whether another rank waits for this one's vote."""
         return self.board.has_begun(self.wave.agreements + 1)

@@ -36,6 +36,7 @@ from wavecore.transport.wire.messages import Abort, TensorFrame, Utility
 
 logger = logging.getLogger(__name__)
 _NOTHING_RAN_SECONDS = 0.005
+_QUIET_SECONDS = 0.01
 _CALL_SECONDS = 0.005  # of a turn for utility calls; a longer call is the only one of its turn
 _JOIN_SECONDS = 4.0
 _BEHIND_BYTES = 32 << 20  # not read by a client that gets no more reports of many alternatives until it has
@@ -130,7 +131,7 @@ class EngineCoreProc:
         while not self._is_done:
             self._process_input_queue(moved)
             self._make_calls()
-            if not core.has_work:
+            if not core.has_work or (core.in_idle_turn and not self._is_quiet()):
                 continue
             outputs, launched = core.step()
             moved = launched or bool(outputs or core.in_flight)
@@ -166,6 +167,14 @@ class EngineCoreProc:
         """Until something came in, or the time is over."""
         with contextlib.suppress(queue.Empty):
             self._handle(self.input_queue.get(timeout=seconds))
+
+    def _is_quiet(self) -> bool:
+        """Nothing comes in for a moment. An idle turn may take 50 ms, for which a request that comes now would wait."""
+        try:
+            self._handle(self.input_queue.get(timeout=_QUIET_SECONDS))
+        except queue.Empty:
+            return True
+        return False
 
     def _await_burst(self) -> None:
         """Requests that came together begin together. A step of the first few alone would hold up the others by its

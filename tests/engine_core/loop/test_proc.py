@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,3 +211,24 @@ def turn(proc: EngineCoreProc) -> None:
     proc._process_input_queue(moved=True)
     if outputs := proc.core.step()[0]:
         proc._output.put(outputs)
+
+
+def test_an_idle_turn_waits_for_a_quiet_moment(loop: Any) -> None:
+    """It may take 50 ms, which a request that comes meanwhile would wait for."""
+    proc, _, driver = loop
+    driver.runner.uses = 1
+    request = driver.core.admit(make_add(0, [1] * 5, max_tokens=3))
+    captures: list[int] = []
+
+    class Arrivals(queue.SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            """A request, nothing for a moment, and the end."""
+            captures.append(driver.runner.captures)
+            if len(captures) == 2:
+                assert driver.core.requests.totals.output_tokens == 3
+                raise queue.Empty
+            return request if len(captures) == 1 else StopIn(drain=True)
+
+    proc.input_queue = Arrivals()
+    proc.run_busy_loop()
+    assert captures == [0, 0, 1]

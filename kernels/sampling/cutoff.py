@@ -45,10 +45,10 @@ def find_cutoff(values: Any) -> Tensor:
     device, count = values.slots.device, len(values.slots)
     groups = triton.cdiv(values.vocab, GROUP)
     peaks = torch.empty(count, groups, dtype=torch.float32, device=device)
-    peak, threshold, lowest = torch.empty(3, count, dtype=torch.float32, device=device)
-    cutoff = torch.empty(count, dtype=torch.float32, device=device)
+    # Each a tensor of its own: a row of one is aligned or not by the count, and a kernel is compiled for either.
+    peak, threshold, lowest, cutoff = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(4))
     total = torch.zeros(count, SUMS.value, dtype=torch.int64, device=device)
-    found = torch.zeros(2, count, dtype=torch.int32, device=device)
+    found, between = (torch.zeros(count, dtype=torch.int32, device=device) for _ in range(2))
     candidates = torch.empty(count, CAPACITY, dtype=torch.float32, device=device)
     size = part_size(count, values.vocab)
     grid = (count, triton.cdiv(values.vocab, size))
@@ -62,8 +62,8 @@ def find_cutoff(values: Any) -> Tensor:
     _search[(count,)](values, peak, threshold, total, found, candidates, cutoff, CAPACITY=CAPACITY, **search)
     bracket = peak, threshold, lowest, total, cutoff
     for done in range(PASSES + 1):
-        _narrow[grid](values, *bracket, found[1], candidates, DONE=done, CAPACITY=CAPACITY, **blocks)
-    _search_bracket[(count,)](values, *bracket, found[1], candidates, CAPACITY=CAPACITY, **search)
+        _narrow[grid](values, *bracket, between, candidates, DONE=done, CAPACITY=CAPACITY, **blocks)
+    _search_bracket[(count,)](values, *bracket, between, candidates, CAPACITY=CAPACITY, **search)
     return cutoff
 
 

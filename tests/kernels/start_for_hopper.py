@@ -28,6 +28,7 @@ from wavecore.engine_core.execution.step_shape import Buckets
 from wavecore.engine_core.startup.warm_up import warm_up
 from wavecore.kernels import ops
 from wavecore.kernels.device import STANDS_FOR
+from wavecore.kernels.examples import sampling_rows
 from wavecore.kernels.linear import FEW_ROWS
 from wavecore.parallel.collectives import Collectives
 
@@ -36,6 +37,12 @@ ROWS, TOKENS = 40, 2304
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return ops.linear.kernel(x, weight, bias) if len(x) <= FEW_ROWS else x.new_zeros(len(x), len(weight))
+
+
+def draw(count: int) -> None:
+    """As a rank alone does, from 16 bits: two ranks gather logits of 32 to truncate them."""
+    rows = sampling_rows(count, 4096, "cpu", edits=False)
+    ops.draw(torch.zeros(count, 4096, dtype=torch.bfloat16), rows)
 
 
 class OneOfTwo(Collectives):
@@ -93,6 +100,11 @@ def main(folder: Path) -> None:
         compiled.clear()
         run()
         found[kind] = list(compiled)
+    draw(ROWS)  # what a warm-up draws
+    compiled.clear()
+    for count in range(1, ROWS):
+        draw(count)
+    found["draws of one rank"] = list(compiled)
     json.dump(found, sys.stdout)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from wavecore.kernels.examples import sampling_rows
 from wavecore.kernels.reference import sampling
 from wavecore.kernels.sampling import sample as kernels
-from wavecore.kernels.sampling.cutoff import find_cutoff
+from wavecore.kernels.sampling.cutoff import CAPACITY, find_cutoff
 from wavecore.kernels.sampling.rows import NO_LIMIT, SamplingRows
 from wavecore.kernels.sampling.values import values_of
 
@@ -146,7 +146,7 @@ def biases_far_above_the_logits(device: str, dtype: torch.dtype) -> Case:
 
 def a_nucleus_of_equal_logits(device: str, dtype: torch.dtype) -> Case:
     """More of them than candidates have room for: as the largest, and as those at the border of the nucleus."""
-    n, vocab = 2, 4400
+    n, vocab = 2, CAPACITY + 300
     rows = sampling_rows(n, vocab, device, temperature=floats([0.5] * n, device), top_p=floats([0.5] * n, device))
     logits = torch.zeros(n, vocab)
     logits[1, :50] = 0.5

@@ -1,4 +1,4 @@
-"""Votes of ranks in lockstep on several hosts: what `transport/processes/votes.py` is on one, over the link between them.
+"""Votes of ranks in lockstep on several hosts: what `transport/processes/votes.py` is on one, over their link.
 
 `wire/ballots.py` has the rules.
 """

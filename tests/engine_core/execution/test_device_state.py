@@ -113,7 +113,7 @@ def test_every_address_stays_and_nothing_is_left(
     watch("prepare_batch", StepRows)
     draw = random.Random(0)
     plans = 0
-    while plans < 200:
+    while plans < 300:
         if len(engine.core.requests.all()) < 10:
             prompt, values, embeds, options = random_request(draw, table)
             engine.add(prompt, SamplingParams(**values), embeds=embeds, **options)

@@ -103,7 +103,7 @@ class HostLink(BoundThread):
         keys_dir: with `server.key`.
         memory: its bell rings when something came.
         local: the ranks of this host.
-        on_over: called in the link's thread when the group's life is over, or a bug ends the thread.
+        on_over: called when the group's life is over, by who reads so, with the lock; or when a bug ends the thread.
 
     Attributes:
         place: of this rank.
@@ -126,7 +126,7 @@ class HostLink(BoundThread):
         on_over: Callable[[WavecoreError], object],
     ) -> None:
         pair = CurveServer.load(keys_dir).pair
-        self._is_head, self._identity = place.rank == 0, os.urandom(16)
+        self._is_head, self._identity, self._lock = place.rank == 0, os.urandom(16), threading.Lock()
         kind, curve = (
             (zmq.ROUTER, PeersOnly(pair, keys_dir)) if self._is_head else (zmq.DEALER, CurveClient(pair.public, pair))
         )
@@ -139,7 +139,6 @@ class HostLink(BoundThread):
         self._error: WavecoreError | None = None
         self._awaited: Container[int] = ()  # those whose leave this rank awaits when it leaves
         self._waits = self._attended = False
-        self._lock = threading.Lock()
         # libzmq lets nobody use a socket that another thread polls, so the thread polls its descriptor. That one tells
         # of changes alone: whoever has used the socket reads until nothing is left (`_turn_of`).
         self._poller.unregister(self._socket)
@@ -385,6 +384,10 @@ class HostLink(BoundThread):
             for rank in self._members:
                 self._send(rank, Bye(self.life))
             return all(member.has_left for rank, member in self._members.items() if rank in self._awaited)
+
+    def _release(self) -> None:
+        with self._lock:  # the main loop may be at the socket when a bug ends this thread
+            super()._release()
 
     def _send(self, rank: int, message: Message) -> None:
         self._send_to(self._members[rank].identity, encode(message))

@@ -106,7 +106,8 @@ class StepLink(HostLink, StepChannel):
     @property
     def has_more(self) -> bool:
         with self._turn_of():
-            return bool(self._records)
+            pass  # it reads at its end
+        return bool(self._records)
 
     def read(self) -> tuple[int, bytes]:
         """As of `StepChannel`.

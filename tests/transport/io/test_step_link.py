@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import pytest
+import zmq
 from tests.support.linked_ranks import Hosts, Rank
 from tests.support.waiting import until
 
@@ -74,6 +75,27 @@ def test_no_record_waits_for_an_answer(hosts: Hosts) -> None:
         head.link.write(kind, [data])
     until(lambda: worker.link.has_more)
     assert follow(worker, len(sent)) == sent
+
+
+def test_a_record_that_nobody_read_yet_is_seen(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first look, though the link's thread leaves the socket to the main loop: else a worker waits for the end
+    of a step before it launches the next one."""
+    head, worker = start_all(hosts, 2)
+    link = worker.link
+    monkeypatch.setattr(StepLink, "_say", lambda _self: None)
+    link.ask("get", {"key": "a"}, 30)  # behind its answer nothing is on its way
+    read, reader = link._read, threading.current_thread()
+    monkeypatch.setattr(link, "_read", lambda: read() if threading.current_thread() is reader else None)
+
+    def arrived() -> bool:
+        with link._lock:
+            return bool(link._socket.EVENTS & zmq.POLLIN)
+
+    assert not link.has_more
+    head.link.write(0, [b"a plan"])
+    until(arrived)
+    assert link.has_more
+    assert link.read() == (0, b"a plan")
 
 
 def test_records_through_a_network_that_breaks(hosts: Hosts) -> None:

@@ -16,7 +16,7 @@ from tests.support.linked_ranks import Hosts, Rank
 from tests.support.waiting import until
 
 from wavecore.transport.curve import CurveClient, KeyPair
-from wavecore.transport.errors import ConfigError, EngineDead, ResourceError, StartError
+from wavecore.transport.errors import ConfigError, EngineDead, ResourceError, StartError, WavecoreError
 from wavecore.transport.io import host_link
 from wavecore.transport.io.sockets import Monitor, make_context, make_socket
 from wavecore.transport.io.vote_link import VoteLink
@@ -348,3 +348,20 @@ def test_lives_in_any_order(hosts: Hosts, seed: int, monkeypatch: pytest.MonkeyP
     until(group.meet)
     agree_all(group.ranks, range(begun.get(group.ranks[0].link.life, 1), 300))
     assert not any(rank.ends for rank in group.ranks)
+
+
+def test_a_thread_that_breaks_leaves_the_socket_to_who_uses_it(hosts: Hosts) -> None:
+    """libzmq's sockets may not be closed by one thread while another one sends."""
+    rank, begun, go_on = hosts.start(0), threading.Event(), threading.Event()
+    link = rank.link
+    link._call_soon(lambda: (begun.set(), go_on.wait(30), 1 // 0))
+    assert begun.wait(30)
+    with link._turn_of():
+        go_on.set()
+        until(lambda: rank.ends)
+        link.join(0.2)
+        assert not link._socket.closed
+    link.join(30)
+    assert link._socket.closed
+    with pytest.raises(WavecoreError, match="division"):
+        link.has_begun(1)

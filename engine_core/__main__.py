@@ -39,6 +39,8 @@ ALIKE = (
     *("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "cudagraph_capture_sizes", "nnodes"),
 )
 """Settings that ranks of several hosts must share: they shape what all compute together."""
+ALIKE_IN_ENGINE = "check_ranks", "load_format", "max_logprobs", "swap_space_gib"
+"""... and those of one engine, whose workers follow rank 0's plans."""
 
 logger = logging.getLogger("wavecore.engine_core")
 
@@ -93,16 +95,16 @@ def _link(config: EngineConfig, keys: Path, child: SupervisedChild, memory: Grou
     """To the ranks of all hosts, when they have met: those of this engine, or of all engines in lockstep."""
     assert config.data_parallel_address is not None and config.address is not None
     size, here = config.tensor_parallel_size, config.engines_here
-    engines, local = config.data_parallel_size, range(here.start * size, here.stop * size)
+    engines, local, alike = config.data_parallel_size, range(here.start * size, here.stop * size), ALIKE
     if config.nnodes > 1:
-        engines, local = 1, config.ranks_here
+        engines, local, alike = 1, config.ranks_here, ALIKE + ALIKE_IN_ENGINE
     place = RankPlace(
         address=config.data_parallel_address,
         host=host_of(config.address),
         rank=local[memory.rank],
         ranks=engines * size,
         engine_ranks=size,
-        kind=", ".join([f"version {VERSION}", *(f"{name} {getattr(config, name)}" for name in ALIKE)]),
+        kind=", ".join([f"version {VERSION}", *(f"{name} {getattr(config, name)}" for name in alike)]),
     )
     link = (StepLink if config.nnodes > 1 else VoteLink)(place, keys, memory, local, child.report_failure)
     atexit.register(link.close)  # however this ends, the others hear of it

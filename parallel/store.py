@@ -15,7 +15,7 @@ class LinkStore(Store):
     """Texts and bytes that all ranks may set and get; gloo and NCCL ask for no more of a store than this.
 
     Args:
-        ask: `VoteLink.ask`.
+        ask: `HostLink.ask`.
     """
 
     def __init__(self, ask: Callable[[str, Mapping[str, Any], float], Any]) -> None:

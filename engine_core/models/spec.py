@@ -13,7 +13,7 @@ layers.N.*          input_norm, qkv(_bias), q_norm, k_norm, o(_bias), post_attn_
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Rope:
     dim: int
     kind: str = "default"
     settings: Mapping[str, Any]
-    path: Path = Path()
+    path: Path = field(default=Path(), repr=False)  # hosts compare the rest
 
     @property
     def reach(self) -> int:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from wavecore.engine_core.execution.runner import ModelRunner
+    from wavecore.engine_core.models.spec import ModelSpec
     from wavecore.parallel.ranks import Ranks
 
 
@@ -110,7 +111,7 @@ def _load(
             return load_runner(config, source, progress, compiler=compiler)
 
         def meet(device: torch.device) -> Ranks:
-            return _meet(config, device, group, link)
+            return _meet(config, source.spec, device, group, link)
 
         return load_runner(config, source, progress, meet, compiler)
 
@@ -127,7 +128,9 @@ def _import_loader() -> Callable[..., ModelRunner]:
     return load_runner
 
 
-def _meet(config: EngineConfig, device: torch.device, group: GroupMemory | None, link: HostLink | None) -> Ranks:
+def _meet(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, group: GroupMemory | None, link: HostLink | None
+) -> Ranks:
     """Meet the other ranks, on one host or several."""
     import torch
 
@@ -142,4 +145,10 @@ def _meet(config: EngineConfig, device: torch.device, group: GroupMemory | None,
     if device.type == "cuda" and not config.enforce_eager:
         check_graphs(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     place, store, interface = link.place, LinkStore(link.ask), interface_of(link.place.host)
+    if place.rank == 0:
+        store.set("model", repr(spec))
+    elif (theirs := store.get("model").decode()) != repr(spec):
+        both = zip(repr(spec).split(", "), theirs.split(", "), strict=False)
+        differ = next((f": {ours}, and there {other}" for ours, other in both if ours != other), "")
+        raise ModelError(f"{config.model!r} on {place.host} is another model than that of rank 0{differ}")
     return join(store, place.rank, place.ranks, *sizes, device, link.wait_for, False, interface)

@@ -66,8 +66,8 @@ def run(args: Sequence[str], ranks: int) -> int:
     """As `wavecore engine`, with so many ranks on this host.
 
     Raises:
-        ConfigError: the sizes that are given make another number of ranks, or an engine of ranks of two hosts; or no
-            address, on several hosts.
+        ConfigError: the sizes that are given make another number of ranks, or hosts whose parts of an engine differ;
+            or no address, on several hosts.
     """
     # Slow to import, and not for those that hold a place.
     from wavecore.frontend.cli.engine import make_parser, serve

@@ -48,8 +48,10 @@ def right_tokens(model: Path) -> list[list[int]]:
 
 
 def test_an_engine_over_two_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tokens of one rank, for clients of either host; both show all ranks; no process listens anywhere else."""
-    with started(supervisors(tmp_path)) as (one, other):
+    """The tokens of one rank, for clients of either host; both show all ranks; no process listens anywhere else. The
+    model lies under another path on each."""
+    (tmp_path / "other").symlink_to("model")
+    with started(supervisors(tmp_path, model=str(tmp_path / "other"))) as (one, other):
         assert tokens(one) == tokens(other) == right_tokens(tmp_path / "model")
         for number, llm in enumerate((one, other)):
             [entry] = deployment.read(llm.runtime_dir).engines
@@ -77,8 +79,9 @@ def test_two_ranks_on_each_host(tmp_path: Path) -> None:
     [
         ({"model": "/nowhere"}, ModelError, "/nowhere", r"rank 1 on 127\.0\.0\.3: model '/nowhere' is no folder"),
         ({"max_num_seqs": 4}, ConfigError, r"rank 1 on 127\.0\.0\.3 and rank 0 .* max_num_seqs 4", "stopped before"),
+        ({"check_ranks": False}, ConfigError, r"check_ranks False.* -- and .*check_ranks True", "stopped before"),
     ],
-    ids=["model", "settings"],
+    ids=["model", "settings", "of_workers"],
 )
 def test_a_host_that_does_not_fit(
     tmp_path: Path, given: dict[str, Any], kind: type[WavecoreError], reason: str, of_head: str
@@ -93,4 +96,17 @@ def test_a_host_that_does_not_fit(
             assert not starting.done()
             head.stop()
         with pytest.raises(WavecoreError, match=of_head):
+            starting.result(30)
+
+
+def test_another_model(tmp_path: Path) -> None:
+    """Of another shape the ranks would compute nonsense, or wait for each other for ever."""
+    wider = save_model(tmp_path / "wider", make_config("Qwen3", num_attention_heads=4, hidden_size=64))
+    head, other = supervisors(tmp_path, model=str(wider))
+    says = r"wider' on 127\.0\.0\.3 is another model than that of rank 0: hidden_size=64, and there hidden_size=48"
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(head.start)
+        with pytest.raises(ModelError, match=says):
+            other.start()
+        with pytest.raises(WavecoreError, match=says):
             starting.result(30)

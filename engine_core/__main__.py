@@ -34,7 +34,7 @@ from wavecore.transport.processes.group_memory import GroupMemory
 from wavecore.transport.processes.votes import VoteBoard
 from wavecore.transport.version import VERSION
 
-ALIKE = (
+ALIKE: tuple[str, ...] = (
     *("data_parallel_size", "tensor_parallel_size", "enable_expert_parallel", "dtype", "max_model_len", "block_size"),
     *("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "cudagraph_capture_sizes", "nnodes"),
 )

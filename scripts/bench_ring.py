@@ -115,7 +115,7 @@ def measure(
                 time.sleep(pause)
             for pid in workers:
                 os.waitpid(pid, 0)
-    return tuple(zip(*taken, strict=True))
+    return tuple(list(times) for times in zip(*taken, strict=True))
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ SPINE = (
     "engine_core/request.py",
     "engine_core/plan.py",
 )
-BUDGET = {"spine": 4_150, "package": 21_900}
+BUDGET = {"spine": 3_800, "package": 21_950}
 DOCUMENT, PART = "ARCHITECTURE.md", "sizes"
 _NO_CODE = frozenset(
     {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

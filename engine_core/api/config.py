@@ -240,15 +240,15 @@ class EngineConfig:
         if (here := self.engines_here).stop > self.data_parallel_size:
             asked = f"data_parallel_rank and data_parallel_size_local ask for engines {here.start} to {here[-1]}"
             raise ConfigError(f"{asked}, and data_parallel_size is {self.data_parallel_size}")
+        if self.node_rank >= self.nnodes or self.tensor_parallel_size % self.nnodes:
+            sizes = f"tensor_parallel_size is {self.tensor_parallel_size}, node_rank {self.node_rank}"
+            raise ConfigError(f"nnodes {self.nnodes}: {sizes}; hosts have equally many ranks, and are counted from 0")
         head = self.data_parallel_address
         if self.spans_hosts and not (self.address and self.keys and head):
             needs = "data_parallel_address (the same on all hosts), address (this host's) and keys"
             raise ConfigError(f"ranks that compute together on several hosts need {needs}")
         if head is not None and not re.fullmatch(r"tcp://\S+:[1-9]\d{0,4}", head):
             raise ConfigError(f"data_parallel_address {head!r}: expected tcp://HOST:PORT, on the host of rank 0")
-        if self.node_rank >= self.nnodes or self.tensor_parallel_size % self.nnodes:
-            sizes = f"tensor_parallel_size is {self.tensor_parallel_size}, node_rank {self.node_rank}"
-            raise ConfigError(f"nnodes {self.nnodes}: {sizes}; hosts have equally many ranks, and are counted from 0")
         if self.nnodes > 1 and (self.dp_lockstep or len(here) > 1 or self.is_scripted):
             way_out = "of several, start each with its data_parallel_rank; those in lockstep have one host each"
             raise NotSupportedError(f"nnodes {self.nnodes} is for one engine, and not for a scripted one: {way_out}")

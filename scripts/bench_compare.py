@@ -173,10 +173,11 @@ def rounds(
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
     """A first pass of each engine, then `repeats` in turn."""
     first = {name: engine.seconds(workload) for name, engine in engines.items()}
-    seconds = {name: [first[name]] if name == "vllm" and first[name] > ONCE else [] for name in engines}
+    once = [name for name in engines if name == "vllm" and first[name] > ONCE]
+    seconds = {name: [first[name]] if name in once else [] for name in engines}
     for _ in range(repeats):
         for name, engine in engines.items():
-            if name == "wavecore" or first[name] <= ONCE:
+            if name not in once:
                 seconds[name].append(engine.seconds(workload))
     return first, seconds
 

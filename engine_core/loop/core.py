@@ -118,15 +118,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return not self._is_idle or self._capture_is_due()
+        return not self.is_idle or self._capture_is_due()
 
     @property
-    def in_idle_turn(self) -> bool:
+    def is_idle(self) -> bool:
         """Its work, if it has any, is what nobody waits for: a size of steps to meet, or a capture."""
-        return self._is_idle
-
-    @property
-    def _is_idle(self) -> bool:
         requests = self.requests
         return not (requests.by_client or self.in_flight or requests.outputs or len(requests.kv.transfers))
 

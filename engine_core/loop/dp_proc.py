@@ -45,11 +45,6 @@ class DPEngineCore(EngineCore):
             return True
         return self.wave.joins(super().has_work, False, self.peer_voted())
 
-    @property
-    def in_idle_turn(self) -> bool:
-        """Never: the other ranks may have requests, and wait for this one."""
-        return False
-
     def peer_voted(self) -> bool:
         """Whether another rank waits for this one's vote."""
         return self.board.has_begun(self.wave.agreements + 1)
@@ -185,6 +180,10 @@ class DPEngineCoreProc(EngineCoreProc):
             lambda: not self.input_queue.empty() or (core.has_work if is_idle else core.peer_voted()), seconds=seconds
         )
         core.requests.expire()
+
+    def _is_quiet(self) -> bool:
+        """At once: the other ranks may have requests, and wait for this one."""
+        return True
 
     def _call(self, item: Utility) -> None:
         wish = _WISHES.get(item.method)

@@ -131,7 +131,7 @@ class EngineCoreProc:
         while not self._is_done:
             self._process_input_queue(moved)
             self._make_calls()
-            if not core.has_work or (core.in_idle_turn and not self._is_quiet()):
+            if not core.has_work or (core.is_idle and not self._is_quiet()):
                 continue
             outputs, launched = core.step()
             moved = launched or bool(outputs or core.in_flight)

@@ -9,7 +9,7 @@ import math
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 
 class Proxy:
@@ -116,3 +116,23 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._reset)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+
+@contextlib.contextmanager
+def breaking(proxy: Proxy) -> Iterator[Callable[[], bool]]:
+    """Its connections break five times, 0.15 s apart. What is inside hears whether more of that is to come."""
+    over = threading.Event()
+
+    def disturb() -> None:
+        for _ in range(5):
+            if over.wait(0.15):
+                return
+            proxy.reset()
+
+    disturbing = threading.Thread(target=disturb)
+    disturbing.start()
+    try:
+        yield disturbing.is_alive
+    finally:
+        over.set()
+        disturbing.join()

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 import zmq
 from tests.support.linked_ranks import Hosts, Rank
+from tests.support.proxy import breaking
 from tests.support.waiting import until
 
 from wavecore.engine_core.tensor_parallel.group_runner import WorkerWords
@@ -102,24 +103,11 @@ def test_records_through_a_network_that_breaks(hosts: Hosts) -> None:
     """Connections break while records and words are under way: each comes once, and in order."""
     proxy = hosts.proxy()
     ranks = start_all(hosts, 3, proxy.port)
-    over = threading.Event()
-
-    def disturb() -> None:
-        for _ in range(5):
-            if over.wait(0.15):
-                return
-            proxy.reset()
-
-    disturbing = threading.Thread(target=disturb)
-    disturbing.start()
-    try:
-        first = 0
-        while disturbing.is_alive():
+    first = 0
+    with breaking(proxy) as goes_on:
+        while goes_on():
             check_all(ranks, records(60), first)
             first += 60
-    finally:
-        over.set()
-        disturbing.join()
     assert proxy.connections > 2 and not any(rank.ends for rank in ranks)
 
 

@@ -13,6 +13,7 @@ from random import Random
 import pytest
 import zmq
 from tests.support.linked_ranks import Hosts, Rank
+from tests.support.proxy import breaking
 from tests.support.waiting import until
 
 from wavecore.transport.curve import CurveClient, KeyPair
@@ -88,26 +89,13 @@ def test_votes_through_a_bad_network(hosts: Hosts) -> None:
     """Connections that break, and 50 ms each way, while ranks agree."""
     proxy = hosts.proxy()
     ranks = hosts.start_all(3, proxy.port)
-    over = threading.Event()
-
-    def disturb() -> None:
-        for _ in range(5):
-            if over.wait(0.15):
-                return
-            proxy.reset()
-        proxy.delay = 0.05
-
-    disturbing = threading.Thread(target=disturb)
-    disturbing.start()
-    try:
-        begun = 1
-        while disturbing.is_alive():
+    begun = 1
+    with breaking(proxy) as goes_on:
+        while goes_on():
             agree_all(ranks, range(begun, begun + 10))
             begun += 10
-        agree_all(ranks, range(begun, begun + 5))
-    finally:
-        over.set()
-        disturbing.join()
+    proxy.delay = 0.05
+    agree_all(ranks, range(begun, begun + 5))
     assert proxy.connections > 2 and not any(rank.ends for rank in ranks)
 
 

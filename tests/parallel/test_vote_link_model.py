@@ -185,6 +185,7 @@ SLOW = pytest.mark.slow
     ],
     ids=str,
 )
+@pytest.mark.timeout(600)  # the longest of the slow ones takes two and a half minutes
 def test_every_order_of_messages_ends_well(happens: dict[str, int]) -> None:
     model = LinkModel()
     assert search(model, model.begin(**happens)) > 200

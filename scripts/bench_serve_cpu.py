@@ -17,7 +17,7 @@ buffers are full and deltas merge.
 "A request before it is sent" is a chat of one message at /v1/chat/completions/render, which does all but send it, and
 what leads there: HTTP alone (/version), a text that is encoded, a chat that is counted. Each goes again and again over
 one connection, and over 16 at once, as on a server that has work; beside them what the chat's template and its encoding
-cost alone, in this process. The template's own process is in none.
+cost alone, in this process, by transformers and by the server's code. The template's own process is in none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from typing import Any
 import psutil
 import uvicorn
 from bench_detokenize import small_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from wavecore.frontend.text.messages import ChatOptions
 from wavecore.frontend.text.tokenizer_files import load_tokenizer
@@ -260,14 +261,21 @@ def compare_requests(requests: int, repeats: int, connections: int = 16) -> None
     with tempfile.TemporaryDirectory() as folder, served(Path(folder), 0.0) as (port, [pid]):
         tokenizer = load_tokenizer(Path(folder))
         tokenizer.make_fast()  # as the server's
-        alone, costs = [], {(name, n): list[float]() for name in asked for n in (1, connections)}
+        peer = PreTrainedTokenizerFast.from_pretrained(folder)
+        ways: dict[str, Callable[[], object]] = {
+            "transformers": lambda: peer.apply_chat_template(messages, tokenize=True),
+            "the server's": lambda: tokenizer.render_chat(messages, ChatOptions()),
+        }
+        alone = {name: list[float]() for name in ways}
+        costs = {(name, n): list[float]() for name in asked for n in (1, connections)}
         with ThreadPoolExecutor(connections) as pool:
             for _ in range(repeats):
-                tokenizer.render_chat(messages, ChatOptions())
-                begin = time.thread_time()
-                for _ in range(requests):
-                    tokenizer.render_chat(messages, ChatOptions())
-                alone.append(1e6 * (time.thread_time() - begin) / requests)
+                for name, way in ways.items():
+                    way()
+                    begin = time.thread_time()
+                    for _ in range(requests):
+                        way()
+                    alone[name].append(1e6 * (time.thread_time() - begin) / requests)
                 for (name, n), found in costs.items():
                     work = partial(repeat_request, port, asked[name], requests // n)
                     work()
@@ -275,7 +283,8 @@ def compare_requests(requests: int, repeats: int, connections: int = 16) -> None
                     list(pool.map(lambda _, work=work: work(), range(n)))
                     found.append(1e6 * (cpu_of(pid) - cpu) / (requests // n * n))
         tokenizer.close()
-    print(f"\nits template and encoding alone: {sorted(alone)[repeats // 2]:.0f} us ({min(alone):.0f})\n")
+    words = [f"{name} {sorted(found)[repeats // 2]:.0f} us ({min(found):.0f})" for name, found in alone.items()]
+    print(f"\nits template and encoding alone: {', '.join(words)}\n")
     print(f"| us a request, median (least) | one at a time | {connections} at once |\n|---|---:|---:|")
     for name in asked:
         both = [sorted(costs[name, n]) for n in (1, connections)]

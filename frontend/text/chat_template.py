@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from wavecore.frontend.text.template_process import TemplateProcesses
 from wavecore.transport.errors import ModelError, ValidationError
@@ -53,7 +54,7 @@ class ChatTemplate:
         """
         kind, answer = "broken", f"it has {len(self.source)} characters; the limit is {MAX_TEMPLATE}"
         if len(self.source) <= MAX_TEMPLATE:
-            kind, answer = processes.ask(json.dumps([self.source, special]), conversation)
+            kind, answer = processes.ask(_in_json(self.source, *special), conversation)
         if kind == "text":
             return list(answer)
         if kind == "invalid":
@@ -64,3 +65,9 @@ class ChatTemplate:
         if kind == "broken":
             raise ModelError(f"{self.origin}: {reason}")
         raise ValidationError("messages", f"{reason} ({self.origin})")
+
+
+@lru_cache(4)
+def _in_json(source: str, *special: str) -> str:
+    """What a template's process is told once: kept, as a process is found by it."""
+    return json.dumps([source, special])

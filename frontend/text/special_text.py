@@ -74,9 +74,15 @@ class SpecialText:
         return any(m.start() < at < m.end(m.lastindex or 0) for m in self._find.finditer(text, low, high))
 
 
-def unused_characters(text: str, count: int) -> list[str]:
-    """Characters for private use that a text does not contain, in no way of writing them; fewer if it leaves fewer."""
-    used = set(_WRITTEN.findall(text))
+def used_characters(json_text: str) -> set[str]:
+    """Characters for private use in a value of JSON, in any way of writing them."""
+    return set(
+        _WRITTEN.findall(json_text.replace("\\\\", "\\"))
+    )  # JSON doubles backslashes, with which a text may spell one
+
+
+def unused_characters(used: set[str], count: int) -> list[str]:
+    """Characters for private use other than `used_characters`; fewer if these leave fewer."""
     return [c for c in map(chr, _MARKS[: len(used) + count]) if used.isdisjoint(_ways(c))][:count]
 
 

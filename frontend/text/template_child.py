@@ -18,17 +18,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2.constants
 import jinja2.debug  # noqa: F401
-from jinja2 import Template, TemplateError, UndefinedError, nodes
+from jinja2 import TemplateError, UndefinedError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from wavecore.frontend.text.special_text import SpecialText, unused_characters, written
+from wavecore.frontend.text.special_text import SpecialText, unused_characters, used_characters, written
 
 MAX_ERROR = 1000  # characters
 
@@ -77,39 +76,39 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-@lru_cache(1)
-def _compiled(source: str) -> Template:
-    return environment().from_string(source)
-
-
-_special_text = lru_cache(1)(SpecialText)
-
-
-def _render(source: str, special: list[str], own: dict[str, Any], given: dict[str, Any], continues: bool) -> list[str]:
-    """The text of a conversation, in pieces (see `special_text`).
+class _Conversations:
+    """A template, compiled.
 
     Args:
         special: texts of special tokens.
-        own: variables for the template that may hold them.
-        given: variables whose strings are text, "messages" among them.
-        continues: end where the content of the last message does.
     """
-    known = _special_text(tuple(special))
-    # JSON doubles backslashes, with which a text may spell a character.
-    seen = json.dumps([source, own, given], ensure_ascii=False).replace("\\\\", "\\")
-    unused = unused_characters(seen, 2)
-    if len(unused) < 2:
-        raise Invalid("hold every character for private use; leave some of U+F0000 to U+10FFFF out")
-    mark, end = unused
-    marked = _changed(given, lambda text: known.mark(text, mark))
-    content = _mark_end(marked["messages"][-1], end) if continues else ""
-    try:
-        text = _compiled(source).render({**own, **marked})
-    except (TypeError, UndefinedError) as error:
-        if not any(isinstance(message.get("content"), list) for message in given["messages"]):
-            raise
-        raise Invalid(f"hold a list as content, which this template does not take ({error}): give text") from error
-    return known.pieces(_cut_at_end(text, end, content) if continues else text, mark)
+
+    def __init__(self, source: str, special: list[str]) -> None:
+        self._template, self._special_text = environment().from_string(source), SpecialText(special)
+        self._used = used_characters(json.dumps(source, ensure_ascii=False))
+
+    def render(self, own: dict[str, Any], given: dict[str, Any], continues: bool) -> list[str]:
+        """The text of a conversation, in pieces (see `special_text`).
+
+        Args:
+            own: variables for the template that may hold special tokens.
+            given: variables whose strings are text, "messages" among them.
+            continues: end where the content of the last message does.
+        """
+        unused = unused_characters(self._used | used_characters(json.dumps([own, given], ensure_ascii=False)), 2)
+        if len(unused) < 2:
+            raise Invalid("hold every character for private use; leave some of U+F0000 to U+10FFFF out")
+        mark, end = unused
+        marked = _changed(given, lambda text: self._special_text.mark(text, mark))
+        content = _mark_end(marked["messages"][-1], end) if continues else ""
+        try:
+            text = self._template.render({**own, **marked})
+        except (TypeError, UndefinedError) as error:
+            if not any(isinstance(message.get("content"), list) for message in given["messages"]):
+                raise
+            what = f"hold a list as content, which this template does not take ({error}): give text"
+            raise Invalid(what) from error
+        return self._special_text.pieces(_cut_at_end(text, end, content) if continues else text, mark)
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
@@ -147,8 +146,8 @@ def _cut_at_end(text: str, end: str, content: str) -> str:
 
 
 def main(seconds: int, memory: int) -> None:
-    """Say that it started; then answer lines of JSON, [[source, special tokens], [own, given, continues]], with [kind,
-    answer] (see `template_process`).
+    """Say that it started; then answer lines of JSON with [kind, answer] (see `template_process`): first [source,
+    special tokens], then one [own, given, continues] a conversation.
 
     Args:
         seconds: of CPU time for one answer.
@@ -160,15 +159,16 @@ def main(seconds: int, memory: int) -> None:
         with suppress(ValueError):  # the limit is lower already
             resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (memory if limit == "AS" else 0,) * 2)
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    conversations: _Conversations | None = None
     _answer("text", [])
     for line in sys.stdin:
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, most))
-        kind = "broken"
         try:
-            [source, special], conversation = json.loads(line)
-            _compiled(source)
-            kind = "failed"
-            _answer("text", _render(source, special, *conversation))
+            if conversations is None:
+                conversations = _Conversations(*json.loads(line))
+                _answer("text", [])
+            else:
+                _answer("text", conversations.render(*json.loads(line)))
         except MemoryError:
             os._exit(1)
         except Refused as error:
@@ -176,7 +176,7 @@ def main(seconds: int, memory: int) -> None:
         except Invalid as error:
             _answer("invalid", str(error))
         except Exception as error:  # whatever code in a template may raise
-            _answer(kind, f"{type(error).__name__}: {error}"[:MAX_ERROR])
+            _answer("failed" if conversations else "broken", f"{type(error).__name__}: {error}"[:MAX_ERROR])
 
 
 def _answer(kind: str, answer: str | list[str]) -> None:

@@ -23,6 +23,7 @@ from wavecore.transport.processes.process import python_path
 MAX_SECONDS = 3  # for one answer, with compiling the template
 MAX_MEMORY = 1 << 30  # bytes of address space
 MAX_BYTES = 16 << 20  # of an answer
+READ = 1 << 16  # bytes at once; larger buffers are mapped and unmapped for each answer
 MAX_BUSY, MAX_IDLE = 8, 4  # processes
 START_SECONDS = 60.0
 PROGRAM = "wavecore.frontend.text.template_child"
@@ -38,7 +39,7 @@ class TemplateProcess:
     """One process.
 
     Args:
-        template: in JSON, and what else belongs to each question.
+        template: [source, special tokens] in JSON; told once, as both are long.
 
     Raises:
         ResourceError: the machine cannot start a process just now.
@@ -71,10 +72,13 @@ class TemplateProcess:
         Raises:
             ResourceError: it did not start.
         """
-        if not self._started and self._ask(b"", START_SECONDS)[0] == "gone":
-            raise ResourceError(f"{sys.executable} -m {PROGRAM} did not start; does it find jinja2?")
-        self._started = True
-        return self._ask(f"[{self.template}, {conversation}]\n".encode(), MAX_SECONDS)
+        if not self._started:
+            if self._ask(b"", START_SECONDS)[0] == "gone":
+                raise ResourceError(f"{sys.executable} -m {PROGRAM} did not start; does it find jinja2?")
+            if (answer := self._ask(f"{self.template}\n".encode(), MAX_SECONDS))[0] != "text":
+                return answer
+            self._started = True
+        return self._ask(f"{conversation}\n".encode(), MAX_SECONDS)
 
     def end(self) -> None:
         self._socket.close()
@@ -94,7 +98,7 @@ class TemplateProcess:
             self._socket.sendall(question)
             while not line.endswith(b"\n"):
                 self._socket.settimeout(max(0.001, until - time.monotonic()))
-                line += self._socket.recv(1 << 20) or b"it ended\n"
+                line += self._socket.recv(READ) or b"it ended\n"
                 if len(line) > MAX_BYTES:
                     return "gone", f"it made more than {MAX_BYTES} bytes of text"
             kind, answer = json.loads(line)

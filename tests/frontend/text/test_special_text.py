@@ -12,7 +12,7 @@ from tests.support.tokenizers_for_tests import SPECIAL, byte_level, sentencepiec
 
 from wavecore.frontend.text.chat_template import ChatTemplate
 from wavecore.frontend.text.messages import ChatOptions
-from wavecore.frontend.text.special_text import SpecialText, unused_characters
+from wavecore.frontend.text.special_text import SpecialText, unused_characters, used_characters
 from wavecore.frontend.text.tokenizer import Tokenizer
 
 MARK = "\U000f0000"
@@ -140,10 +140,10 @@ def test_marks_are_found_however_a_template_writes_them() -> None:
 
 
 def test_a_mark_is_in_none_of_the_texts() -> None:
-    assert unused_characters("plain", 2) == ["\U000f0000", "\U000f0001"]
+    assert unused_characters(used_characters("plain"), 2) == ["\U000f0000", "\U000f0001"]
     used = "\U000f0000 \\U000f0001 \\udb80\\udc02"
-    assert unused_characters(used, 1) == ["\U000f0003"]
-    assert unused_characters("".join(map(chr, range(0xF0000, 0x110000))), 1) == []
+    assert unused_characters(used_characters(used), 1) == ["\U000f0003"]
+    assert unused_characters(set(map(chr, range(0xF0000, 0x110000))), 1) == []
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ all streams share to the last: a core that others use makes the clock late, and 
 "Memory": of an API process, for 1,000 streams that are read, that are idle, and that nobody reads, so that the system's
 buffers are full and deltas merge.
 
-"A request before it is sent" is a chat of one message at /v1/chat/completions/render, which does all but send it, and
-what leads there: HTTP alone (/version), a text that is encoded, a chat that is counted. Each goes again and again over
-one connection, and over 16 at once, as on a server that has work; beside them what the chat's template and its encoding
-cost alone, in this process, by transformers and by the server's code. The template's own process is in none.
+"A request before it is sent" is a chat of one message, short or long, at /v1/chat/completions/render, which does all
+but send it, and what leads there: HTTP alone (/version), a text that is encoded, a chat that is counted. Each goes
+again and again over one connection, and over 16 at once, as on a server that has work; beside them what the chat's
+template and its encoding cost alone, in this process, by transformers and by the server's code. The template's own
+process is in none.
 """
 
 from __future__ import annotations
@@ -250,6 +251,7 @@ def private_mib(pid: int) -> float:
 def compare_requests(requests: int, repeats: int, connections: int = 16) -> None:
     """What a chat costs before it is sent to an engine, and what shorter ways cost."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
+    long = [{"role": "user", "content": Path(__file__).read_text()[:5000]}]
     asked = {
         "GET /version": b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n",
         "/tokenize, a text": request("/tokenize", {"prompt": messages[0]["content"]}),
@@ -257,14 +259,18 @@ def compare_requests(requests: int, repeats: int, connections: int = 16) -> None
         "a chat before it is sent": request(
             "/v1/chat/completions/render", {"messages": messages, "max_tokens": 9, "seed": 5}
         ),
+        "a long one": request("/v1/chat/completions/render", {"messages": long, "max_tokens": 9, "seed": 5}),
     }
     with tempfile.TemporaryDirectory() as folder, served(Path(folder), 0.0) as (port, [pid]):
         tokenizer = load_tokenizer(Path(folder))
         tokenizer.make_fast()  # as the server's
         peer = PreTrainedTokenizerFast.from_pretrained(folder)
+        count = len(tokenizer.render_chat(long, ChatOptions())[1])
         ways: dict[str, Callable[[], object]] = {
             "transformers": lambda: peer.apply_chat_template(messages, tokenize=True),
             "the server's": lambda: tokenizer.render_chat(messages, ChatOptions()),
+            f"of {count} tokens: transformers": lambda: peer.apply_chat_template(long, tokenize=True),
+            "the server's, too": lambda: tokenizer.render_chat(long, ChatOptions()),
         }
         alone = {name: list[float]() for name in ways}
         costs = {(name, n): list[float]() for name in asked for n in (1, connections)}

@@ -35,56 +35,6 @@ DECODE: Mapping[str, tuple[int, int, int]] = {  # requests, tokens of their prom
 PROMPTS = {"prompt of 8,192": (1, 8192), "8 of 1,024": (8, 1024)}
 
 
-@contextmanager
-def without_graphs(runner: ModelRunner) -> Iterator[None]:
-    with patch.object(runner.graphs, "most", 0):
-        yield
-
-
-@contextmanager
-def without_early_starts(_: ModelRunner) -> Iterator[None]:
-    with ExitStack() as patches:
-        for module in (activation, decode, kv_write, linear, norm):
-            patches.enter_context(patch.object(module, "early", lambda *_: {"EARLY": False}))
-        yield
-
-
-@contextmanager
-def without_own_products(_: ModelRunner) -> Iterator[None]:
-    ops.linear.replace(ops.linear.twin)
-    try:
-        yield
-    finally:
-        ops.linear.replace(None)
-
-
-@contextmanager
-def without_sharing(_: ModelRunner) -> Iterator[None]:
-    with patch.object(decode, "bundle_width", lambda *_: 1):
-        yield
-
-
-@contextmanager
-def without_hopper_prompts(_: ModelRunner) -> Iterator[None]:
-    with patch.object(prefill_hopper, "holds", lambda *_: False):
-        yield
-
-
-@contextmanager
-def with_all(_: ModelRunner) -> Iterator[None]:
-    yield
-
-
-LEVERS = {
-    "all of them": with_all,
-    "no CUDA graphs": without_graphs,
-    "no early starts": without_early_starts,
-    "cuBLAS for few rows": without_own_products,
-    "shared beginnings read by each": without_sharing,
-    "prompts' attention without Hopper's": without_hopper_prompts,
-}
-
-
 class Bench:
     """An engine whose turns are measured."""
 
@@ -93,17 +43,17 @@ class Bench:
         config = EngineConfig(model=folder, device="cuda", skip_tokenizer_init=True, **sizes)  # type: ignore[arg-type]
         runner = make_runner(config, lambda *_: None)
         assert isinstance(runner, ModelRunner)
-        self.runner, self._core, self._steps, self._handles = runner, EngineCore(config, runner), steps, 0
+        self.runner, self.core, self._steps, self._handles = runner, EngineCore(config, runner), steps, 0
 
     def decode(self, requests: int, tokens: int, shared: int) -> float:
         """Milliseconds of a turn in which each of `requests` gets a token; median."""
         self._add(requests, tokens, shared, None)
         steps = 0
-        while steps < 20 or len(self._core.requests.waiting) or self.runner.wants_capture(OFTEN):
-            self._core.step()
+        while steps < 20 or len(self.core.requests.waiting) or self.runner.wants_capture(OFTEN):
+            self.core.step()
             steps += 1
-        seconds = [self._timed(self._core.step) for _ in range(self._steps)]
-        self._core.abort(CLIENT, list(range(self._handles)))
+        seconds = [self._timed(self.core.step) for _ in range(self._steps)]
+        self.core.abort(CLIENT, list(range(self._handles)))
         self._drain()
         return 1e3 * float(np.median(seconds))
 
@@ -123,17 +73,74 @@ class Bench:
             frame = TensorFrame("int32", ids.shape, ids.tobytes())
             wishes = {"max_tokens": max_tokens, "ignore_eos": True}
             add = Add(b"", CLIENT, self._handles, self._handles - 1, frame, wishes, {})
-            self._core.add(self._core.admit(add))
+            self.core.add(self.core.admit(add))
 
     def _drain(self) -> None:
-        while not self._core.is_idle:  # and not for what idle turns would do
-            self._core.step()
+        while not self.core.is_idle:  # and not for what idle turns would do
+            self.core.step()
 
     @staticmethod
     def _timed(do: Callable[[], object]) -> float:
         start = time.perf_counter()
         do()
         return time.perf_counter() - start
+
+
+@contextmanager
+def without_graphs(bench: Bench) -> Iterator[None]:
+    with patch.object(bench.runner.graphs, "most", 0):
+        yield
+
+
+@contextmanager
+def without_overlap(bench: Bench) -> Iterator[None]:
+    with patch.object(bench.core, "depth", 1):
+        yield
+
+
+@contextmanager
+def without_early_starts(_: Bench) -> Iterator[None]:
+    with ExitStack() as patches:
+        for module in (activation, decode, kv_write, linear, norm):
+            patches.enter_context(patch.object(module, "early", lambda *_: {"EARLY": False}))
+        yield
+
+
+@contextmanager
+def without_own_products(_: Bench) -> Iterator[None]:
+    ops.linear.replace(ops.linear.twin)
+    try:
+        yield
+    finally:
+        ops.linear.replace(None)
+
+
+@contextmanager
+def without_sharing(_: Bench) -> Iterator[None]:
+    with patch.object(decode, "bundle_width", lambda *_: 1):
+        yield
+
+
+@contextmanager
+def without_hopper_prompts(_: Bench) -> Iterator[None]:
+    with patch.object(prefill_hopper, "holds", lambda *_: False):
+        yield
+
+
+@contextmanager
+def with_all(_: Bench) -> Iterator[None]:
+    yield
+
+
+LEVERS = {
+    "all of them": with_all,
+    "no CUDA graphs": without_graphs,
+    "one step in flight": without_overlap,
+    "no early starts": without_early_starts,
+    "cuBLAS for few rows": without_own_products,
+    "shared beginnings read by each": without_sharing,
+    "prompts' attention without Hopper's": without_hopper_prompts,
+}
 
 
 def main() -> None:
@@ -145,7 +152,7 @@ def main() -> None:
     print(row("ms a turn", *DECODE, *PROMPTS))
     print(row(*["---:"] * (1 + len(DECODE) + len(PROMPTS))))
     for name, lever in LEVERS.items():
-        with lever(bench.runner):
+        with lever(bench):
             bench.runner.graphs.clear()
             found = [bench.decode(*size) for size in DECODE.values()]
             found += [bench.prompts(*size) for size in PROMPTS.values()]

@@ -29,7 +29,7 @@ class FakeClient:
     """So many engines, all of which say what one has said."""
 
     def __init__(self, engines: int, value: dict[str, Any], resolved: dict[str, Any]) -> None:
-        self.engines, self.resolved = list(range(engines)), resolved
+        self.engines, self.resolved, self.places = list(range(engines)), resolved, list[str]()
         self._answer: Future[Result] = Future()
         self._answer.set_result(Result(b"", 0, 0, "", "", value))
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("frontend", "engine_core", "parallel", "kernels", "transport")
 ALIASES = "src/wavecore"  # the import package: modules of its own, and links to the five folders
+
+
+def only_checks(script: str | None) -> bool:
+    """Whether a script, with this docstring, is called with `--check`: it says with its exit status what is stale."""
+    parser = argparse.ArgumentParser(description=script, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where it is not current")
+    return bool(parser.parse_args().check)
 
 
 def package_files() -> list[Path]:

@@ -8,6 +8,7 @@ table therefore stands only while a test that shows it passes.
 
 from __future__ import annotations
 
+import argparse
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,5 +79,6 @@ def _one_line(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(table())
     README.write_text(readme())

@@ -1,7 +1,4 @@
-"""Writes the list of rooms and files in docs/files.md from the docstrings of packages and modules.
-
-usage: file_table.py [--check]     --check only says whether the list is current (exit status 1 if not)
-"""
+"""Writes the list of rooms and files in docs/files.md from the docstrings of packages and modules."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import ast
 import sys
 from pathlib import Path
 
-from documents import ALIASES, ROOT, from_top_to_bottom, is_current, package_files, replace_part, room_of
+from documents import ALIASES, ROOT, from_top_to_bottom, is_current, only_checks, package_files, replace_part, room_of
 
 DOCUMENT, PART = "docs/files.md", "files"
 WITHOUT_PACKAGE = {  # a regular package `kernels` would hide another one of that name from transformers
@@ -54,7 +51,7 @@ def table() -> str:
 
 def main() -> int:
     text = table()
-    if "--check" in sys.argv[1:]:
+    if only_checks(__doc__):
         return int(not is_current(DOCUMENT, PART, text))
     replace_part(DOCUMENT, PART, text)
     return 0

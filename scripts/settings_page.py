@@ -1,7 +1,4 @@
-"""Writes docs/settings.md, the page of settings, from EngineConfig: its fields, their defaults and its docstring.
-
-usage: settings_page.py [--check]     --check only says whether the page is current (exit status 1 if not)
-"""
+"""Writes docs/settings.md, the page of settings, from EngineConfig: its fields, their defaults and its docstring."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import sys
 from dataclasses import fields
 from typing import get_args
 
-from documents import ROOT
+from documents import ROOT, only_checks
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.frontend.cli.parser import field_help
@@ -61,7 +58,7 @@ def page() -> str:
 
 def main() -> int:
     text = page()
-    if "--check" in sys.argv[1:]:
+    if only_checks(__doc__):
         return int(not PAGE.exists() or PAGE.read_text() != text)
     PAGE.write_text(text)
     return 0

@@ -5,10 +5,10 @@ python scripts/top_picture.py [FILE]
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import re
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -25,7 +25,9 @@ PARAMS = SamplingParams(max_tokens=200, ignore_eos=True, detokenize=False)
 
 
 def main() -> None:
-    file = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1] / "docs" / "top.svg")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, nargs="?", default=Path(__file__).parents[1] / "docs" / "top.svg")
+    file = parser.parse_args().file
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.json"
         script.write_text(json.dumps({"step_seconds": 0.02, "eos_token_id": [], "vocab_size": 500, "num_blocks": 60}))

@@ -1,7 +1,4 @@
-"""Writes the tables of docs/coming-from-vllm.md from frontend/compat.json: what becomes of each setting and parameter.
-
-usage: vllm_page.py [--check]     --check only says whether the page is current (exit status 1 if not)
-"""
+"""Writes the tables of docs/coming-from-vllm.md from frontend/compat.json: what becomes of each setting and parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import sys
 from collections.abc import Container, Mapping
 from typing import Any
 
-from documents import is_current, replace_part
+from documents import is_current, only_checks, replace_part
 
 from wavecore.engine_core.api import sampling_params as core
 from wavecore.engine_core.api.fields import defaults
@@ -64,7 +61,7 @@ def parts() -> dict[str, str]:
 
 
 def main() -> int:
-    if "--check" in sys.argv[1:]:
+    if only_checks(__doc__):
         return int(not all(is_current(PAGE, name, body) for name, body in parts().items()))
     for name, body in parts().items():
         replace_part(PAGE, name, body)

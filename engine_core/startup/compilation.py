@@ -1,4 +1,4 @@
-"""Where the process is begun that compiles kernels while weights load. Needs no torch: that is not imported yet.
+"""Where the process is begun that compiles kernels while an engine starts. Needs no torch: that is not imported yet.
 
 Where it has compiled all, a stamp stays in Triton's cache, an empty file, and later starts need no such process.
 """
@@ -20,7 +20,7 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.devices import THREADS, visible_gpus
 from wavecore.engine_core.models.spec import ModelSpec
 
-MODULE = "wavecore.engine_core.startup.kernel_compiler"
+MODULE = "wavecore.engine_core.startup.kernel_process"
 FIRST_DONE = "what is launched before the engine is ready is compiled\n"  # what it says; then it goes on
 MOST_SECONDS = 60.0  # behind the weights; all kernels in turn take half of that
 logger = logging.getLogger(__name__)
@@ -54,9 +54,7 @@ class KernelCompiler:
     """
 
     def __init__(self, config: EngineConfig, stamp: Path) -> None:
-        # As in `factory`: there is no garbage in what it imports.
-        program = f"import gc, runpy; gc.disable(); runpy.run_module({MODULE!r}, run_name='__main__')"
-        command = [sys.executable, "-P", "-c", program]
+        command = [sys.executable, "-P", "-m", MODULE]
         env = {**os.environ, THREADS: "1"}  # it forks
         self._stamp, self._has_first = stamp, Event()
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)

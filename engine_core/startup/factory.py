@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Never
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import Runner
-from wavecore.engine_core.startup.compilation import compiler_beside
+from wavecore.engine_core.startup.beginning import Beginning, begin
 from wavecore.transport.addresses import interface_of
 from wavecore.transport.errors import ModelError
 from wavecore.transport.io.host_link import HostLink
@@ -33,6 +33,7 @@ def make_runner(
     progress: Callable[[str, float], None],
     group: GroupMemory | None = None,
     link: HostLink | None = None,
+    begun: Beginning | None = None,
 ) -> Runner:
     """Load `config.model` for the first rank of an engine, or its only one.
 
@@ -40,6 +41,7 @@ def make_runner(
         progress: called as progress(phase, fraction) with the phases of `frontend.progress_bars`.
         group: shared with the other ranks of this host, if there are any.
         link: to those of other hosts.
+        begun: see `begin`; without it this begins here.
 
     Raises:
         ModelError, ConfigError, NotSupportedError: what does not fit, and the way out.
@@ -47,7 +49,7 @@ def make_runner(
     if config.is_scripted:
         scripted: Runner = _scripted().ScriptedRunner(config, progress, group=group)
         return scripted
-    runner = _load(config, progress, group, link)
+    runner = _load(config, progress, group, link, begun)
     if group is None or config.tensor_parallel_size == 1:
         return runner
     from wavecore.engine_core.tensor_parallel.group_runner import GroupRunner
@@ -56,12 +58,16 @@ def make_runner(
 
 
 def make_worker(
-    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory, link: HostLink | None = None
+    config: EngineConfig,
+    progress: Callable[[str, float], None],
+    group: GroupMemory,
+    link: HostLink | None = None,
+    begun: Beginning | None = None,
 ) -> tuple[Callable[[], Never], str]:
     """Load `config.model` for another rank of an engine.
 
     Args:
-        progress, group, link: as for `make_runner`.
+        progress, group, link, begun: as for `make_runner`.
 
     Returns:
         What follows the steps of the engine's first rank, and the device that it does them on.
@@ -71,7 +77,7 @@ def make_worker(
     """
     if config.is_scripted:
         return _scripted().ScriptedWorker(config, progress, group).run, "cpu"
-    runner = _load(config, progress, group, link)
+    runner = _load(config, progress, group, link, begun)
     from wavecore.engine_core.tensor_parallel.worker import Worker
 
     return Worker(runner, _channel(config, group, link), config.check_ranks).run, runner.info.device
@@ -91,23 +97,21 @@ def _scripted() -> ModuleType:
 
 
 def _load(
-    config: EngineConfig, progress: Callable[[str, float], None], group: GroupMemory | None, link: HostLink | None
+    config: EngineConfig,
+    progress: Callable[[str, float], None],
+    group: GroupMemory | None,
+    link: HostLink | None,
+    begun: Beginning | None,
 ) -> ModelRunner:
     """This rank's share of a real model."""
-    from wavecore.engine_core.models.files import open_model
-    from wavecore.engine_core.models.shard import Shard
-
     # OpenMP reads this when torch is first imported. A worker thread that spins while it waits takes the core that the
     # frontend needs: on two busy cores steps then took five to ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # What is wrong with the files, or the number of ranks, shows before torch is imported.
-    source = open_model(config.model, progress, config.tokenizer, config.load_format != "dummy")
-    size, spread = config.tensor_parallel_size, config.enable_expert_parallel
-    Shard(source.spec, size, 0, config.expert_ranks)
-    with compiler_beside(config, source.spec, group.rank if group else 0) as compiler:
+    source, compiling = begun or begin(config, progress, group.rank if group else 0)
+    with compiling as compiler:
         progress("import", 0.0)
         load_runner = _import_loader()
-        if size == 1 and not spread:
+        if config.tensor_parallel_size == 1 and not config.enable_expert_parallel:
             return load_runner(config, source, progress, compiler=compiler)
 
         def meet(device: torch.device) -> Ranks:

@@ -1,4 +1,4 @@
-"""`python -m wavecore.engine_core.startup.kernel_compiler`: compiles an engine's kernels while it loads its weights.
+"""The program that compiles an engine's kernels while it loads its weights; `kernel_process` is its process.
 
 The warm-up runs here, too, on torch's "meta" device: tensors have shapes but no memory, and nothing is computed. So it
 launches what the engine will launch. Each launch of a new kind is compiled by a fork of this process and lands in
@@ -165,9 +165,8 @@ def compile_kernels(runner: ModelRunner, config: EngineConfig, forks: Forks) -> 
     forks.wait()
 
 
-def main() -> bool:
-    """Compile what rank 0 of an engine will launch; its settings are standard input. Returns whether a fork failed."""
-    die_with_parent()
+def main() -> int:
+    """Compile what rank 0 of an engine will launch; its settings are standard input. Returns 1 where a fork failed."""
     config = EngineConfig.from_json(sys.stdin.read())
     source = open_model(config.model, lambda *_: None, config.tokenizer, need_weights=False)
     ranks = config.tensor_parallel_size
@@ -183,8 +182,7 @@ def main() -> bool:
         os._exit(0)
     os.close(told)
     torch.cuda.is_available = lambda: False  # else `torch.cuda.stream(None)` would start CUDA in this process, too
-    # While the fork starts CUDA: a part of every kernel's key, for which all of Triton is read, 400 MB; and imports.
-    triton_key()
+    triton_key()  # once, and not in each fork
     for operation in ops.OPERATIONS.values():
         operation.replace(operation.kernel)
     properties, name, block_size, length = json.loads(os.read(heard, 4096))
@@ -194,8 +192,4 @@ def main() -> bool:
     runner = make_runner(config, source, shard, parameters, block_size, length, group)
     runner.allocate(2)
     compile_kernels(runner, config, forks)
-    return forks.failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return int(forks.failed)

@@ -85,6 +85,8 @@ def load_runner(
     if device.type == "cuda":
         progress("compile", 0.0)
         if compiler is not None:
+            for operation in ops.OPERATIONS.values():
+                _ = operation.kernel  # is imported, while it is compiled
             compiler.wait()
         group.least(0)  # rank 0 waited for all
     allocate_kv_cache(runner, config, progress)

@@ -13,7 +13,7 @@ import numpy as np
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.engine_core.plan import NewRequest, RowLogprobs, Runner, StepPlan, StepResult, int_table
-from wavecore.engine_core.startup import factory
+from wavecore.engine_core.startup import beginning, factory
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1000)
 NO_ROWS = np.zeros(0, np.intp), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_)
@@ -23,7 +23,7 @@ def load(model: Any, **settings: Any) -> Runner:
     values: dict[str, Any] = {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 2048, "block_size": 4}
     values |= {"num_gpu_blocks_override": 2000, "model": str(model)}
     # A process of tests has most kernels compiled, and no engine to wait for.
-    with patch.object(factory, "compiler_beside", lambda *_: nullcontext()):
+    with patch.object(beginning, "compiler_beside", lambda *_: nullcontext()):
         runner: Any = factory.make_runner(EngineConfig(**{**values, **settings}), lambda _phase, _fraction: None)
     with runner.graphs.uncounted() if hasattr(runner, "graphs") else nullcontext():
         while getattr(runner, "unmet", ()):  # as in the idle turns of an engine; only what tests run gets graphs

@@ -19,7 +19,7 @@ from tests.support.model_driver import ModelDriver, load
 from wavecore.engine_core.api.gguf_file import SUPPORTED, read_gguf
 from wavecore.transport.errors import ModelError, NotSupportedError
 
-CASES: list[Any] = [("llama", kind.name) for kind in sorted(SUPPORTED)]
+CASES: list[Any] = [("llama", kind) for kind in SUPPORTED]
 SLOW = pytest.mark.slow
 CASES += [
     pytest.param(arch, kind, marks=SLOW if kind in ("Q4_0", "Q6_K") else ())

@@ -151,7 +151,7 @@ class StepGraphs:
         graphs: list[torch.cuda.CUDAGraph] = []
         grown: list[int] = []  # by each graph since the driver first took a piece
         pieces = 0
-        while pieces < 4 and len(graphs) < 80:
+        while pieces < 3 and len(graphs) < 80:
             before = self._taken()[1]
             graphs.append(self._captured(part))
             growth = self._taken()[1] - before

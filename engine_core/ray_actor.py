@@ -10,7 +10,7 @@ What it is told and answers are plain values, so that a node with another versio
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from wavecore.engine_core.api.children import groups_of
@@ -88,10 +88,13 @@ class DPEngineCoreActor:
         if os.environ.get("RAY_AUTH_MODE") != "token" and not config.ray_without_token:  # of the node, which starts us
             open_to_all = f"Ray on node {host} asks for no token: whoever reaches one of its ports runs code there"
             raise ConfigError(f"{open_to_all}; start it with RAY_AUTH_MODE=token, or give ray_without_token")
+        address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        config = replace(config, address=address)
         logs.show(config.log_level)
         return Supervisor(
             groups_of(config, places(config), "", iter([self._index])),
-            address=f"tcp://[{host}]" if ":" in host else f"tcp://{host}",
+            address=address,
+            keys=config.keys,
             limits=Limits(**self._limits),
             first=self._index,
             client_key=self._client_key,

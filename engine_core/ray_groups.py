@@ -21,7 +21,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +52,22 @@ def make_ray_supervisor(config: EngineConfig, limits: Limits) -> Supervisor:
         ConfigError: Ray is not installed.
     """
     cluster = RayCluster(config)
-    alone = replace(config, data_parallel_size=1, data_parallel_backend="mp", ray_address=None, runtime_dir=None)
-    own = replace(alone, model=_absolute(config.model), tokenizer=config.tokenizer and _absolute(config.tokenizer))
-    engines = [[Placement("", config.device, {})] * config.tensor_parallel_size] * config.data_parallel_size
-    groups, where = groups_of(own, engines, "", count()), config.runtime_dir
-    return Supervisor(groups, runtime_dir=where, address=KEYS_FOR_CLIENTS, limits=limits, make_group=cluster.make_group)
+    own: dict[str, Any] = {name: _absolute(getattr(config, name)) for name in ("model", "tokenizer", "keys")}
+    own |= {"data_parallel_backend": "mp", "ray_address": None, "runtime_dir": None}
+    own["address"] = KEYS_FOR_CLIENTS  # until an actor puts its node's there
+    ranks = [Placement("", config.device, {})] * config.tensor_parallel_size
+    groups: list[list[ChildSpec]] = []
+    for index in range(config.data_parallel_size):
+        of_one: dict[str, Any] = {"data_parallel_rank": index} if config.dp_lockstep else {"data_parallel_size": 1}
+        groups += groups_of(replace(config, **own, **of_one), [ranks], "", iter([index]))
+    return Supervisor(
+        groups,
+        runtime_dir=config.runtime_dir,
+        address=KEYS_FOR_CLIENTS,
+        keys=own["keys"],
+        limits=limits,
+        make_group=cluster.make_group,
+    )
 
 
 def needs(config: EngineConfig, nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -74,8 +84,14 @@ def needs(config: EngineConfig, nodes: Sequence[Mapping[str, float]]) -> dict[st
 
 def check_fits(config: EngineConfig, asked: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
     """Raises:
-    ConfigError: even an idle cluster has no room for all engines; with what is asked for and what is there.
+    ConfigError: even an idle cluster has no room for all engines, or no such place for them to meet; with what is asked
+        for and what is there.
     """
+    meeting = meeting_node(config)
+    if meeting and not any(meeting in node for node in nodes):
+        names = {name.removeprefix("node:") for node in nodes for name in node if name.startswith("node:")}
+        there = ", ".join(sorted(names - {"__internal_head__"})) or "none"
+        raise ConfigError(f"data_parallel_address {config.data_parallel_address}: Ray's nodes are {there}")
     room = sum(min(int(node.get(name, 0.0) // amount) for name, amount in asked.items()) for node in nodes)
     if room < config.data_parallel_size:
         present = "; ".join(_resources({name: node.get(name, 0.0) for name in asked}) for node in nodes) or "no node"
@@ -90,9 +106,15 @@ def _resources(found: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in found.items())
 
 
-def _absolute(path: str) -> str:
+def meeting_node(config: EngineConfig) -> str | None:
+    """Ray's name for the node where engines in lockstep meet, which is a resource of that node alone."""
+    address = config.data_parallel_address if config.dp_lockstep else None
+    return address and f"node:{address.removeprefix('tcp://').rpartition(':')[0].strip('[]')}"
+
+
+def _absolute(path: str | None) -> str | None:
     """A file of this program's folder by its whole name: an actor runs in another one."""
-    return str(Path(path).absolute()) if Path(path).exists() else path
+    return str(Path(path).absolute()) if path and Path(path).exists() else path
 
 
 class RayCluster:
@@ -140,7 +162,8 @@ class RayCluster:
         """A new actor with room for one engine, which Ray may still have to find.
 
         Args:
-            config: of the engine, as JSON; for the others see `DPEngineCoreActor`.
+            config: of the engine, as JSON; for the others see `DPEngineCoreActor`. Engine 0 of those in lockstep is put
+                where they meet.
 
         Returns:
             The actor, and its placement group.
@@ -150,7 +173,8 @@ class RayCluster:
 
         device = "cuda" if "GPU" in self._asked else "cpu"
         plain = replace(EngineConfig.from_json(config), device=device).to_json()
-        group = placement_group([self._asked], strategy="STRICT_PACK")
+        meeting = None if index else meeting_node(self._config)
+        group = placement_group([self._asked | ({meeting: 0.001} if meeting else {})], strategy="STRICT_PACK")
         actor = self.ray.remote(DPEngineCoreActor).options(
             num_cpus=self._asked.get("CPU", 0),
             num_gpus=self._asked.get("GPU", 0),

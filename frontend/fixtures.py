@@ -35,6 +35,7 @@ from wavecore.transport.processes.runtime_dir import RuntimeDir
 Launcher = Literal["python", "wavecore", "launch.py", "torchrun"]
 Process = subprocess.Popen[bytes]
 START_SECONDS, END_SECONDS = 600.0, 10.0
+STOP_SECONDS = 60.0  # of a launcher that was asked to end; what it leaves when it is killed then is named
 READY = "ready; runtime directory: "
 GPU_MEMORY = "nvidia-smi --query-gpu=uuid,memory.used --format=csv,noheader,nounits"
 GPU_SLACK = 64  # MiB that other programs may take of a GPU meanwhile
@@ -119,6 +120,9 @@ def _launched(command: list[str]) -> Iterator[tuple[Path, Process]]:
             yield Path(said.partition(READY)[2].splitlines()[0]), process
         finally:
             process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+            process.kill()
 
 
 def _held(runtime_dir: Path | None = None) -> dict[str, int]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 from documents import ROOT
+
+from wavecore.frontend.cli.main import main
+from wavecore.frontend.cli.parser import CommandParser
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
@@ -28,6 +34,43 @@ def test_files_that_are_named_exist(path: Path) -> None:
     names += [name for name in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in name]
     missing = [name for name in names if not (ROOT / name).exists() and not (path.parent / name).exists()]
     assert not missing
+
+
+class Parsed(Exception):
+    """A command line has been read: all of its options exist."""
+
+
+def command_lines(path: Path) -> list[list[str]]:
+    """The words of each `wavecore ...` of a document's blocks, those behind torchrun too, without "wavecore"."""
+    text = path.read_text().replace("\\\n", " ")
+    found = re.findall(r"^ {4}(?:\w+\$ |\w+=\S+ |torchrun .* -m )?wavecore (.*)", text, re.MULTILINE)
+    return [shlex.split(line.partition(" > ")[0], comments=True) for line in found]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_options_of_commands_exist(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse_args = ArgumentParser.parse_args
+
+    def read(parser: CommandParser, args: Sequence[str]) -> None:
+        parser._split(args)
+        raise Parsed
+
+    def read_places(parser: ArgumentParser, args: Sequence[str]) -> None:
+        parse_args(parser, args)
+        raise Parsed
+
+    monkeypatch.setattr(CommandParser, "parse", read)
+    monkeypatch.setattr(ArgumentParser, "parse_args", read_places)
+    for command, *args in command_lines(path):
+        if command != "run-vllm":  # whose options are those of the program that it runs
+            with pytest.raises(Parsed):
+                main([command, *args])
+
+
+def test_the_rule_for_commands_sees_them() -> None:
+    found = command_lines(ROOT / "docs" / "several-hosts.md")
+    assert ["access", "DIR"] in found and ["chat", "--attach", "DIR"] in found
+    assert sum(words[:2] == ["engine", "./my-llama"] and words[-1] == "./keys" for words in found) == 2  # torchrun's
 
 
 def recipe_steps() -> list[str]:

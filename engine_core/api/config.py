@@ -89,8 +89,8 @@ class EngineConfig:
         address: None binds ipc sockets in the runtime directory; "tcp://HOST:PORT" binds PORT and the next one on that
             interface, for clients on other hosts, too; "tcp://HOST" two ports that are free, for those that read the
             runtime directory.
-        keys: folder of CURVE keys that `wavecore keys` made, for engines on several hosts: each host has a copy. None
-            makes own keys in the runtime directory.
+        keys: folder of CURVE keys that `wavecore keys` made, for engines on several hosts: each host has a copy, under
+            the same name where Ray starts them. None makes own keys in the runtime directory.
         runtime_dir: folder of deployment.json, sockets and keys; None makes a fresh one. A named one may hold other
             files, which are never touched, and keeps its keys and allow-list for later starts.
         ready_timeout: seconds from start to ready.
@@ -190,11 +190,11 @@ class EngineConfig:
         if self.dp_lockstep and not 1 < self.data_parallel_size <= MAX_LOCKSTEP_RANKS:
             size = f"data_parallel_size is {self.data_parallel_size}"
             raise ConfigError(f"dp_lockstep needs a data_parallel_size of 2 to {MAX_LOCKSTEP_RANKS}; {size}")
-        self._check_hosts()
         if self.data_parallel_backend == "ray":
             self._check_ray()
         elif self.ray_address is not None:
             raise ConfigError(f"ray_address {self.ray_address} is for data_parallel_backend ray, and that is mp")
+        self._check_hosts()
         if self.max_num_batched_tokens >= self.max_num_seqs:
             return
         if self.max_num_seqs == MAX_NUM_SEQS:
@@ -235,7 +235,7 @@ class EngineConfig:
         return self.data_parallel_size * self.tensor_parallel_size if self.enable_expert_parallel else 1
 
     def _check_hosts(self) -> None:
-        if self.keys is not None and self.address is None:
+        if self.keys is not None and self.address is None and self.data_parallel_backend == "mp":
             raise ConfigError(f"keys {self.keys}: they are for tcp; give address, too")
         if (here := self.engines_here).stop > self.data_parallel_size:
             asked = f"data_parallel_rank and data_parallel_size_local ask for engines {here.start} to {here[-1]}"
@@ -254,9 +254,11 @@ class EngineConfig:
             raise NotSupportedError(f"nnodes {self.nnodes} is for one engine, and not for a scripted one: {way_out}")
 
     def _check_ray(self) -> None:
-        if self.dp_lockstep:
-            way_out = "start these engines by hand, on one host or several (docs/several-gpus.md)"
-            raise NotSupportedError(f"dp_lockstep with data_parallel_backend ray: {way_out}")
+        if self.dp_lockstep and not (self.data_parallel_address and self.keys):
+            needs = "data_parallel_address, on the node of engine 0, and keys, a folder that every node has"
+            raise ConfigError(f"dp_lockstep with data_parallel_backend ray needs {needs}")
+        if self.nnodes > 1:
+            raise NotSupportedError("nnodes with data_parallel_backend ray: an engine has one node; start it by hand")
         if self.address is not None:
             way_out = "an engine listens at its node's address, with CURVE; leave address out"
             raise NotSupportedError(f"address with data_parallel_backend ray: {way_out}")

@@ -15,12 +15,12 @@ import yaml
 
 from wavecore.engine_core.api.config import OF_SETTING, EngineConfig
 from wavecore.frontend import compat
-from wavecore.frontend.compat import ENVIRONMENT, SETTINGS, did_you_mean, our_name
+from wavecore.frontend.compat import ENVIRONMENT, SETTINGS, SHORT_FLAGS, did_you_mean, our_name
 from wavecore.transport.errors import ConfigError
 from wavecore.transport.small_files import read_small
 from wavecore.transport.wire.checks import MAX_TEXT
 
-SHORT = {"-h": "--help", "-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size"}
+SHORT = {"-h": "--help"} | {short: f"--{name}" for name, shorts in SHORT_FLAGS.items() for short in shorts}
 SEVERAL = ("served_model_name",)  # a flag of vLLM's that takes all the words behind it
 REPEATED = ("attach",)  # may be given again and again
 OPPOSITE = {"true": "false", "false": "true"}

@@ -1,4 +1,5 @@
-"""Engines in Ray actors give the same tokens as engines in processes. Needs Ray; tests/faults/test_ray.py ends them."""
+"""Programs that start engines in Ray actors, and starts that are refused. Needs Ray. Tokens are compared in
+tests/multi_gpu/test_ray.py, and tests/faults/test_ray.py ends engines."""
 
 from __future__ import annotations
 
@@ -6,25 +7,15 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.support.checkpoints import make_config, prompts, save_model
-
-from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.frontend.llm import LLM
-from wavecore.testing import deployment, gpus
+from tests.support.checkpoints import make_config, save_model
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),
 ]
-SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": 250, "skip_tokenizer_init": True}
-ASKED = (
-    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=7, max_tokens=20, ignore_eos=True),
-)
 # One program, three private Rays one after the other; the model is named as from this folder.
 PROGRAM = """
 import asyncio
@@ -43,35 +34,43 @@ async def main():
 
 asyncio.run(main())
 """
+# Nothing is loaded: the model is nowhere.
+REFUSED = """
+from wavecore import LLM
+from wavecore.engine_core import ray_groups
+from wavecore.transport.errors import WavecoreError
+
+def start(**settings):
+    try:
+        LLM("./none", data_parallel_backend="ray", skip_tokenizer_init=True, device="cpu", **settings)
+    except WavecoreError as error:
+        print(f"{type(error).__name__}: {error}")
+
+start(ray_address="127.0.0.1:1")
+start(data_parallel_size=1000)
+ray_groups.VERSION = "9.9"
+start()
+"""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("ray") / "model", make_config("Qwen3", num_attention_heads=4))
+def said(program: str, folder: Path) -> tuple[list[str], str]:
+    """Lines of standard output, and what went to standard error."""
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines(), done.stderr
 
 
-def tokens(llm: LLM) -> list[Any]:
-    outputs = [llm.generate(prompts(6), params, use_tqdm=False) for params in ASKED]
-    return [output.outputs[0].token_ids for each in outputs for output in each]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("sizes", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["dp", "tp"])
-def test_same_tokens(model: Path, sizes: dict[str, int], device: str) -> None:
-    if device == "cuda":
-        gpus(2)  # skips where fewer are visible
-    settings = {**SETTINGS, **sizes, "device": device, "kv_cache_memory_gib": 0.01}
-    with LLM(model, **settings) as llm:
-        right = tokens(llm)
-    settings["data_parallel_backend"] = "ray"
-    with deployment("wavecore", model, **settings) as (runtime_dir, _), LLM.connect(runtime_dir) as llm:
-        assert tokens(llm) == right
-
-
-def test_one_after_the_other(model: Path) -> None:
+def test_one_after_the_other(tmp_path: Path) -> None:
     """LLM and AsyncLLM, each with a private Ray, in one program."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=model.parent, capture_output=True, text=True, check=False
-    )
-    first, *others = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    assert others == [first, first], done.stderr
+    save_model(tmp_path / "model", make_config("Qwen3", num_attention_heads=4))
+    lines, errors = said(PROGRAM, tmp_path)
+    first, *others = [line for line in lines if line.startswith("[")]
+    assert others == [first, first], errors
+
+
+def test_starts_that_are_refused(tmp_path: Path) -> None:
+    """Nobody listens at the address; no cluster like this one will ever have the room; a node has another version."""
+    lines, errors = said(REFUSED, tmp_path)
+    nobody, room, version = (line for line in lines if "Error: " in line)
+    assert nobody.startswith("StartError: no Ray at 127.0.0.1:1, waited 20 s at most"), errors
+    assert room.startswith("ConfigError: Ray has room for") and "which ask for 1 CPU each" in room
+    assert version.startswith("ConfigError: node") and version.endswith("9.9; install the same on all nodes")

@@ -109,6 +109,10 @@ def test_status_of_all_hosts(
         assert [engine["host"] for engine in engines] == ["127.0.0.2", "127.0.0.2", "127.0.0.3"]
         assert [engine["epoch"] for engine in engines] == [e.epoch for s in hosts for e in s.deployment().engines]
         assert all(engine["load"]["running"] == engine["load"]["dummy_steps"] == 0 for engine in engines)
+        if places is folders:  # of ranks, restarts and causes the host alone knows
+            assert all(rank["pid"] and rank["device"] == "cpu" for engine in engines for rank in engine["ranks"])
+            told = [(len(engine["ranks"]), engine["restarts"], engine["last_cause"]) for engine in engines]
+            assert told == [(1, 0, None)] * 3
     assert main(["status", str(files[0])]) == 0
     head, names, first, _ = capsys.readouterr().out.splitlines()
     assert head == f"{files[0]}: ready"

@@ -8,13 +8,14 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.fake_ray import FakeRay
 from tests.support.scripted_model import scripted_output
-from tests.support.waiting import until
+from tests.support.waiting import two_free_ports, until
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ from wavecore.engine_core.ray_groups import check_fits, make_ray_supervisor, nee
 from wavecore.frontend.client.service import make_supervisor
 from wavecore.frontend.llm import LLM
 from wavecore.frontend.pipeline import ModelPipeline
-from wavecore.transport.curve import KeyPair
+from wavecore.transport.curve import KeyPair, create_keys
 from wavecore.transport.errors import ConfigError, EngineDead, NotSupportedError, StartError
 from wavecore.transport.processes.supervisor import Limits, Supervisor
 from wavecore.transport.version import VERSION
@@ -86,6 +87,27 @@ def test_two_actors(ray: FakeRay, deployed: tuple[Supervisor, LLM]) -> None:
     assert ray.inits == [("local",)]
 
 
+def test_engines_in_lockstep(ray: FakeRay, config: EngineConfig, tmp_path: Path, quick_restarts: None) -> None:
+    """They meet at the node of engine 0, take equal numbers of passes, and after a death meet again."""
+    create_keys(tmp_path / "keys")
+    ray.nodes_ = [{"CPU": 2.0, "node:127.0.0.1": 1.0}]
+    where = {"data_parallel_address": f"tcp://127.0.0.1:{two_free_ports()}", "keys": str(tmp_path / "keys")}
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    right, _ = scripted_output([3, 4], vocab_size=1000, max_tokens=20, temperature=0)
+    with make_supervisor(replace(config, dp_lockstep=True, **where), LIMITS) as supervisor:
+        with LLM.connect(supervisor.start()) as llm:
+            assert ray.groups[0].bundles == [{"CPU": 1.0, "node:127.0.0.1": 0.001}]
+            assert ray.groups[1].bundles == [{"CPU": 1.0}]
+            assert llm.generate([[3, 4]], params, use_tqdm=False)[0].outputs[0].token_ids == right
+            until(lambda: len({s["steps"] + s["dummy_steps"] for s in llm.step_stats()}) == 1, "equal passes")
+            os.kill(supervisor.deployment().engines[1].pid, signal.SIGKILL)
+            until(lambda: [entry.restarts for entry in supervisor.deployment().engines] == [1, 1])
+            until(lambda: supervisor.deployment().state == "ready")
+            until(lambda: len(llm._service.client.engines) == 2)
+            assert llm.generate([[3, 4]], params, use_tqdm=False)[0].outputs[0].token_ids == right
+        assert len({entry.server_key for entry in supervisor.deployment().engines}) == 1, "that of the folder"
+
+
 def test_lost_actor_is_placed_again(ray: FakeRay, deployed: tuple[Supervisor, LLM]) -> None:
     """Its stream fails and says why, the other one goes on; a child's end is its actor's affair."""
     supervisor, llm = deployed
@@ -146,6 +168,12 @@ def test_check_fits() -> None:
     check_fits(config, {"GPU": 4.0}, [{"GPU": 8.0, "CPU": 1.0}])
     with pytest.raises(ConfigError, match=r"room for 1 of 2 engines .* 4 GPU each, .*: 4 GPU; 3 GPU; 0 GPU; lower"):
         check_fits(config, {"GPU": 4.0}, [{"GPU": 4.0}, {"GPU": 3.0}, {"CPU": 8.0}])
+    meeting = {"dp_lockstep": True, "data_parallel_size": 2, "keys": "keys"}
+    config = ray_config(**meeting, data_parallel_address="tcp://10.0.0.3:7000")
+    check_fits(config, {"GPU": 1.0}, [{"GPU": 8.0, "node:10.0.0.1": 1.0}, {"GPU": 8.0, "node:10.0.0.3": 1.0}])
+    with pytest.raises(ConfigError, match=r"tcp://10\.0\.0\.3:7000: Ray's nodes are 10\.0\.0\.1, 10\.0\.0\.2$"):
+        nodes = [{"node:10.0.0.2": 1.0}, {"node:10.0.0.1": 1.0, "node:__internal_head__": 1.0}]
+        check_fits(config, {"GPU": 1.0}, nodes)
 
 
 def test_placement_that_never_fits(ray: FakeRay, config: EngineConfig) -> None:
@@ -217,8 +245,10 @@ def test_node_that_does_not_fit(ray: FakeRay, config: EngineConfig, monkeypatch:
 @pytest.mark.parametrize(
     ("error", "settings"),
     [
-        (NotSupportedError, {"dp_lockstep": True, "data_parallel_size": 2}),
+        (ConfigError, {"dp_lockstep": True, "data_parallel_size": 2}),
+        (ConfigError, {"data_parallel_address": "h:1", "dp_lockstep": True, "data_parallel_size": 2, "keys": "k"}),
         (NotSupportedError, {"address": "tcp://127.0.0.1"}),
+        (NotSupportedError, {"nnodes": 2, "tensor_parallel_size": 2}),
         (ConfigError, {"device": "cuda:1"}),
         (ConfigError, {"ray_address": "ray://head:10001"}),
         (ConfigError, {"ray_address": "auto", "data_parallel_backend": "mp"}),

@@ -16,11 +16,12 @@ from typing import Any
 import psutil
 import pytest
 from tests.faults.conftest import right_answer
-from tests.support.waiting import until
+from tests.support.waiting import two_free_ports, until
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.llm import LLM
 from wavecore.testing import deployment
+from wavecore.transport.curve import create_keys
 from wavecore.transport.errors import EngineDead
 from wavecore.transport.processes.deployment import EngineEntry, read
 
@@ -118,6 +119,26 @@ def test_killed_actor(model: str) -> None:
             list(lost)
         assert actor_of(check_restarted(runtime_dir, llm)) != actor
         assert list(other)[-1].finished
+
+
+def test_killed_actor_of_engines_in_lockstep(model: str, tmp_path: Path) -> None:
+    """One of several Ray actors whose engines run in lockstep is killed (kill -9).
+
+    The streams of all end with `EngineDead`, which names the actor's engine and its address. A new actor is placed, and
+    the engines meet in a new life.
+    """
+    from ray.util import get_node_ip_address
+
+    create_keys(tmp_path / "keys")
+    meeting = {"data_parallel_address": f"tcp://{get_node_ip_address()}:{two_free_ports()}"}
+    meeting |= {"keys": str(tmp_path / "keys"), "dp_lockstep": True}
+    with two_streams(model, **meeting) as (runtime_dir, llm, _, (lost, other)):
+        actor_of(read(runtime_dir).engines[0]).kill()
+        for stream in (lost, other):
+            with pytest.raises(EngineDead, match=r"engine 0: its Ray actor at tcp://\S+ was lost"):
+                list(stream)
+        check_restarted(runtime_dir, llm)
+        assert read(runtime_dir).engines[1].restarts == 1
 
 
 def test_stopped_actor(model: str) -> None:

@@ -201,3 +201,12 @@ def test_what_is_left_behind_is_named(model: str, monkeypatch: pytest.MonkeyPatc
     assert orphan.ppid() == psutil.Process().pid
     orphan.kill()
     orphan.wait(30)
+
+
+def test_a_launcher_that_does_not_end(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed, and its engines end with it: no test waits for ever."""
+    monkeypatch.setattr(fixtures, "STOP_SECONDS", 0.2)
+    with deployment("wavecore", model, skip_tokenizer_init=True) as (_, process):
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+    assert process.returncode == -signal.SIGKILL

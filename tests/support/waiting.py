@@ -20,9 +20,16 @@ def until(check: Callable[[], Any], what: str = "it", *, seconds: float = 30.0) 
 
 def two_free_ports() -> int:
     """The first of two in a row. Somebody may take them before they are used, but hardly within a second."""
+    return free_ports(2)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many in a row."""
     while True:
-        with socket.socket() as one, socket.socket() as two, contextlib.suppress(OSError, OverflowError):
-            one.bind(("127.0.0.1", 0))
-            port: int = one.getsockname()[1]
-            two.bind(("127.0.0.1", port + 1))
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            for behind in range(1, count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + behind))
             return port

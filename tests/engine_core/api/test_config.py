@@ -122,7 +122,7 @@ def test_ranks_that_are_started_here(tmp_path: Path) -> None:
         ({**NODES, "model": "scripted:"}, "nnodes 2 is for one engine, and not for a scripted one"),
         (
             {**NODES, "address": None, "keys": None, "data_parallel_backend": "ray"},
-            "several hosts need data_parallel_a",
+            "nnodes with data_parallel_backend ray",
         ),
     ],
 )

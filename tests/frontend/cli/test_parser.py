@@ -45,8 +45,13 @@ def test_switches() -> None:
 
 
 def test_short_names() -> None:
-    config = parse("-tp", "2", "-dp", "3")
-    assert (config.tensor_parallel_size, config.data_parallel_size) == (2, 3)
+    """vLLM's, also of what is refused by its long name."""
+    config = parse("-tp", "2", "-dp=3", "-ep")
+    assert (config.tensor_parallel_size, config.data_parallel_size, config.enable_expert_parallel) == (2, 3, True)
+    with pytest.raises(NotSupportedError, match="quantization"):
+        parse("-q", "awq")
+    with pytest.raises(ConfigError, match="'-x': no such option"):
+        parse("-x", "3")
 
 
 def test_yaml_environment_and_flags_in_that_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,18 @@ Exit codes: 0 stopped, 2 settings, 3 port or other resource, 4 model, 5 died.
 import argparse
 import atexit
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from wavecore.engine_core.api.config import MEMORY_ADVICE, EngineConfig
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.loop.dp_proc import DPEngineCore, DPEngineCoreProc
 from wavecore.engine_core.loop.proc import EngineCoreProc
-from wavecore.engine_core.loop.worker_proc import run_worker
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.startup.factory import make_runner, make_worker
 from wavecore.transport.addresses import host_of
@@ -78,7 +78,7 @@ def _build(args: argparse.Namespace, child: SupervisedChild) -> Callable[[], Non
         memory = memory or GroupMemory.alone(child.progress)
         link = _link(config, args.keys, child, memory)
     if memory and child.rank % config.tensor_parallel_size:
-        return partial(run_worker, *make_worker(config, child.report_phase, memory, link), child)
+        return partial(_run_worker, *make_worker(config, child.report_phase, memory, link), child)
     if memory and config.dp_lockstep:
         assert link is None or isinstance(link, VoteLink)
         engines = memory.heads(config.tensor_parallel_size)
@@ -89,6 +89,28 @@ def _build(args: argparse.Namespace, child: SupervisedChild) -> Callable[[], Non
         return DPEngineCoreProc(dp_core, child, engines, **bound).run
     core = EngineCore(config, make_runner(config, child.report_phase, memory, link), expect=child.progress.expect)
     return EngineCoreProc(core, child, **_bound(args, child, core)).run
+
+
+def _run_worker(follow: Callable[[], Never], device: str, child: SupervisedChild) -> Never:
+    """Follow until the supervisor ends this process, or an error does.
+
+    Args:
+        follow: does rank 0's steps.
+        device: that it does them on, as torch names it.
+        child: this process's tie to its supervisor.
+
+    Raises:
+        Exception: whatever broke this rank, after the supervisor was told.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):  # sent to all processes of a service, say: rank 0 drains first
+        signal.signal(number, lambda got, _frame: child.pass_on(got))
+    child.report_ready({"resolved": {"device": device}})
+    try:
+        follow()
+    except Exception as error:
+        cause = child.report_failure(error)
+        logger.exception("the engine ends: %s", cause.message)
+        raise
 
 
 def _link(config: EngineConfig, keys: Path, child: SupervisedChild, memory: GroupMemory) -> HostLink:

@@ -18,7 +18,7 @@ from pathlib import Path
 from wavecore.frontend.base import places_of
 from wavecore.frontend.serve.server_config import ServerConfig
 from wavecore.transport.errors import WavecoreError
-from wavecore.transport.io.farewell import say_bye
+from wavecore.transport.io.connection import say_bye
 from wavecore.transport.processes.deployment import Cause, EngineEntry
 from wavecore.transport.processes.group import Group, GroupContext, Limits
 from wavecore.transport.processes.logs import LineWriter

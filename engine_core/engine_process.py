@@ -2,17 +2,18 @@
 
 import argparse
 import atexit
+import logging
+import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.loop.core import EngineCore
 from wavecore.engine_core.loop.dp_proc import DPEngineCore, DPEngineCoreProc
 from wavecore.engine_core.loop.proc import EngineCoreProc
-from wavecore.engine_core.loop.worker_proc import run_worker
 from wavecore.engine_core.plan import RunnerInfo
 from wavecore.engine_core.startup.beginning import Beginning
 from wavecore.engine_core.startup.factory import make_runner, make_worker
@@ -34,6 +35,8 @@ ALIKE: tuple[str, ...] = (
 ALIKE_IN_ENGINE = "check_ranks", "load_format", "max_logprobs", "swap_space_gib"
 """... and those of one engine, whose workers follow rank 0's plans."""
 
+logger = logging.getLogger("wavecore.engine_core")
+
 
 def build(
     args: argparse.Namespace, config: EngineConfig, child: SupervisedChild, begun: Beginning | None
@@ -51,7 +54,7 @@ def build(
         memory = memory or GroupMemory.alone(child.progress)
         link = _link(config, args.keys, child, memory)
     if memory and child.rank % config.tensor_parallel_size:
-        return partial(run_worker, *make_worker(config, child.report_phase, memory, link, begun), child)
+        return partial(_run_worker, *make_worker(config, child.report_phase, memory, link, begun), child)
     if memory and config.dp_lockstep:
         assert link is None or isinstance(link, VoteLink)
         engines = memory.heads(config.tensor_parallel_size)
@@ -64,6 +67,28 @@ def build(
         config, make_runner(config, child.report_phase, memory, link, begun), expect=child.progress.expect
     )
     return EngineCoreProc(core, child, **_bound(args, child, core)).run
+
+
+def _run_worker(follow: Callable[[], Never], device: str, child: SupervisedChild) -> Never:
+    """Follow until the supervisor ends this process, or an error does.
+
+    Args:
+        follow: does rank 0's steps.
+        device: that it does them on, as torch names it.
+        child: this process's tie to its supervisor.
+
+    Raises:
+        Exception: whatever broke this rank, after the supervisor was told.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):  # sent to all processes of a service, say: rank 0 drains first
+        signal.signal(number, lambda got, _frame: child.pass_on(got))
+    child.report_ready({"resolved": {"device": device}})
+    try:
+        follow()
+    except Exception as error:
+        cause = child.report_failure(error)
+        logger.exception("the engine ends: %s", cause.message)
+        raise
 
 
 def _link(config: EngineConfig, keys: Path, child: SupervisedChild, memory: GroupMemory) -> HostLink:

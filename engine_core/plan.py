@@ -288,27 +288,8 @@ class Runner(Protocol):
         """
 
 
-class StepFault(WavecoreError):
-    """A step failed, in `launch` or in `wait`, and others need not. The runner then has dropped every step that was
-    launched and not waited for: nobody will wait for them, and all requests come back as new ones."""
-
-
-class RequestFault(StepFault):
-    """One request is at fault: it ends, all others are computed again.
-
-    Raised by a runner that can tell, such as the scripted one; that of real models marks rows in `StepResult.faults`.
-
-    Args:
-        slot: the slot of the request at fault.
-        message: what happened, for its client.
-    """
-
-    def __init__(self, slot: int, message: str) -> None:
-        super().__init__(message)
-        self.slot = slot
-
-
-class OutOfMemory(StepFault):
-    """The step did not fit into memory."""
+class OutOfMemory(WavecoreError):
+    """A step did not fit into memory, in `launch` or in `wait`; others may. The runner then has dropped every step that
+    was launched and not waited for: nobody will wait for them, and all requests come back as new ones."""
 
     code = "resource"

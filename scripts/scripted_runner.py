@@ -25,7 +25,6 @@ launch order, like kernels on a stream. Imports no torch: starts in a fraction o
         load_seconds: time that this rank takes in addition
         exit_at_phase: {"phase": "load" or "kv_cache", "code": 3} or {"phase": ..., "signal": 9}: the process ends there
         nan_token: rows of prompts that start with this token come back as NaN faults
-        request_fault_token: a step with such a prompt raises RequestFault for it
         oom_token: a step with such a prompt raises OutOfMemory; oom_at_steps: [step id, ...] do; oom_at_launches:
             [step id, ...] do before they begin
         raise_at_step, hang_at_step: step id at which `wait` raises RuntimeError, or never returns
@@ -55,7 +54,6 @@ from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.plan import (
     NewRequest,
     OutOfMemory,
-    RequestFault,
     RowLogprobs,
     RunnerInfo,
     StepPlan,
@@ -281,10 +279,6 @@ class ScriptedRunner:
         faults = self.faults
         if not faults:
             return
-        for new in plan.new_requests:
-            if new.token_ids[0] == faults.get("request_fault_token", -1):
-                self.queue.clear()
-                raise RequestFault(new.slot, "the scripted model was told to fail this request")
         first_tokens = {int(self._at(slot).token_ids[0]) for slot in plan.slots.tolist()}
         if plan.step_id in faults.get("oom_at_steps", ()) or faults.get("oom_token", -1) in first_tokens:
             self.queue.clear()

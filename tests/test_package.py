@@ -20,6 +20,7 @@ DATA = [
     "engine_core/models/other_forms.json",
     "engine_core/models/tensor_names.json",
     "engine_core/scheduling/histograms.json",
+    "frontend/cli/options.json",
     "frontend/compat.json",
     "frontend/progress_bars.json",
     "frontend/serve/api/fields.json",

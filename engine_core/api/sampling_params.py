@@ -148,11 +148,6 @@ class SamplingParams(WireFields):
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    @property
-    def _banned(self) -> set[int]:
-        """Tokens that bad_words never lets through."""
-        return {word[0] for word in self.bad_words_token_ids or () if len(word) == 1}
-
     def of_model(self, vocab_size: int) -> Self:
         """With the number of alternatives that -1 stands for."""
         whole = {name: vocab_size for name in ("logprobs", "prompt_logprobs") if getattr(self, name) == -1}
@@ -191,7 +186,7 @@ class SamplingParams(WireFields):
             raise ValidationError("prompt_logprobs", f"{self.prompt_logprobs} for {length} tokens is too much")
 
     def _check_first_token(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        banned = self._banned
+        banned = {word[0] for word in self.bad_words_token_ids or () if len(word) == 1}  # bad words of one token
         if self.min_tokens:
             banned.update(self.stop_token_ids or (), () if self.ignore_eos else eos_token_ids)
         allowed = self.allowed_token_ids

@@ -16,7 +16,7 @@ from wavecore.engine_core.loop.admission import check_room, request_from_add
 from wavecore.engine_core.loop.recovery import recover
 from wavecore.engine_core.loop.stats import Stats
 from wavecore.engine_core.loop.utilities import Utilities
-from wavecore.engine_core.plan import UPDATE_SECONDS, PendingStep, Runner, StepFault, StepPlan, StepResult
+from wavecore.engine_core.plan import UPDATE_SECONDS, OutOfMemory, PendingStep, Runner, StepPlan, StepResult
 from wavecore.engine_core.request import Request
 from wavecore.engine_core.scheduling.pace import Pace
 from wavecore.engine_core.scheduling.requests import Requests
@@ -171,7 +171,7 @@ class EngineCore:
         try:
             self.in_flight.append((plan, start(plan), self._clock()))
             self._expect(self.pace.token_seconds * sum(plan.num_tokens for plan, *_ in self.in_flight))
-        except StepFault as fault:
+        except OutOfMemory as fault:
             self._recover(fault, plan)
 
     def wait(self) -> tuple[StepPlan, StepResult] | None:
@@ -181,7 +181,7 @@ class EngineCore:
         plan, pending, launched = self.in_flight.popleft()
         try:
             result = pending.wait()
-        except StepFault as fault:
+        except OutOfMemory as fault:
             self._recover_begun(fault, plan)
             return None
         if plan.num_rows:
@@ -209,11 +209,11 @@ class EngineCore:
         self._expect(0.0)
         self.requests.reset_prefix_cache()
 
-    def _recover(self, fault: StepFault, failed: StepPlan) -> None:
+    def _recover(self, fault: OutOfMemory, failed: StepPlan) -> None:
         self.in_flight.clear()
         recover(fault, failed, self.requests, self.scheduler.budget, self.runner.info)
 
-    def _recover_begun(self, fault: StepFault, failed: StepPlan) -> None:
+    def _recover_begun(self, fault: OutOfMemory, failed: StepPlan) -> None:
         """A step failed that had been launched."""
         self._recover(fault, failed)
 

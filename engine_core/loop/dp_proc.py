@@ -11,7 +11,7 @@ from typing import Any
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.loop.core import CAPTURE_SECONDS, EngineCore
 from wavecore.engine_core.loop.proc import EngineCoreProc, StopIn
-from wavecore.engine_core.plan import LeastSize, Runner, StepFault, StepPlan, StepResult
+from wavecore.engine_core.plan import LeastSize, OutOfMemory, Runner, StepPlan, StepResult
 from wavecore.parallel.wave import Vote, Wave, Wish
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.io.vote_link import VoteLink
@@ -119,7 +119,7 @@ class DPEngineCore(EngineCore):
         """Not more often without requests than beside them: the other ranks wait meanwhile, and may have some."""
         return super()._capture_is_due() and self._clock() >= self._captured_at + CAPTURE_SECONDS
 
-    def _recover_begun(self, fault: StepFault, failed: StepPlan) -> None:  # noqa: ARG002
+    def _recover_begun(self, fault: OutOfMemory, failed: StepPlan) -> None:  # noqa: ARG002
         """The end of the group: the other ranks are inside the same forward pass, and cannot go on alone."""
         raise fault
 

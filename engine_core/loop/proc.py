@@ -214,12 +214,6 @@ class EngineCoreProc:
                 self._calls[client_id] = waiting
             self._progress.beat()
 
-    def _begin_update(self, client_id: bytes) -> None:
-        """Of the updates of several clients at once each engine could keep another one."""
-        if self._updater is not None:
-            raise ValidationError("method", "another update_weights is on its way; try again when it is over")
-        self._updater = client_id
-
     def _end_update(self) -> None:
         self._updater = None
 
@@ -228,8 +222,10 @@ class EngineCoreProc:
         frames: list[TensorFrame] = []
         try:
             match item.method:
+                case "begin_update" if self._updater is not None:  # else each engine could keep another client's
+                    raise ValidationError("method", "another update_weights is on its way; try again when it is over")
                 case "begin_update":
-                    self._begin_update(item.client_id)
+                    self._updater = item.client_id
                 case "end_update":
                     self._end_update()
                 case _:

@@ -1,12 +1,11 @@
-"""What becomes of a step that failed: who is at fault ends, and all others are computed again."""
+"""What becomes of a step that did not fit into memory: who is at fault ends, and all others are computed again."""
 
 import logging
 
-from wavecore.engine_core.plan import LOGPROB_CHUNK, OutOfMemory, RequestFault, RunnerInfo, StepFault, StepPlan
+from wavecore.engine_core.plan import LOGPROB_CHUNK, OutOfMemory, RunnerInfo, StepPlan
 from wavecore.engine_core.request import Request, State
 from wavecore.engine_core.scheduling.requests import Requests
 from wavecore.engine_core.scheduling.step_budget import StepBudget
-from wavecore.transport.errors import WavecoreError
 from wavecore.transport.wire.messages import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -15,23 +14,19 @@ SMALL_STEP = 256  # tokens; of a larger step its own size is the first suspect
 Row = tuple[Request, int, bool]  # request, query length, whether it samples
 
 
-def recover(fault: StepFault, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo) -> None:
+def recover(fault: OutOfMemory, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo) -> None:
     """A step failed, and the runner dropped every step in flight: end the request at fault and queue the others."""
-    alone = isinstance(fault, OutOfMemory) and failed.num_tokens == 1  # tried again and again: nothing new
+    alone = failed.num_tokens == 1  # tried again and again: nothing new
     logger.log(logging.DEBUG if alone else logging.ERROR, "a step failed: %s", fault)
-    error: WavecoreError = fault
-    if isinstance(fault, RequestFault):
-        request = requests.slots.requests[fault.slot]
-    else:
-        request, error = _at_fault(fault, failed, requests, budget, info)
+    request, error = _at_fault(fault, failed, requests, budget, info)
     requests.roll_back("a failed step is computed again")
     if request is not None and request.state is not State.ENDED:
         requests.end(request, FinishReason.ERROR, error)
 
 
 def _at_fault(
-    fault: StepFault, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo
-) -> tuple[Request | None, StepFault]:
+    fault: OutOfMemory, failed: StepPlan, requests: Requests, budget: StepBudget, info: RunnerInfo
+) -> tuple[Request | None, OutOfMemory]:
     """Steps become smaller; who must end, and what to tell its client.
 
     Nobody in the first burst of failures, and while steps are large. Then whose rare options need most: a guess.

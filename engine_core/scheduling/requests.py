@@ -25,7 +25,7 @@ from wavecore.engine_core.scheduling.histograms import RequestHistograms
 from wavecore.engine_core.scheduling.policy import Policy, WaitingQueue
 from wavecore.engine_core.scheduling.slots import Slots
 from wavecore.engine_core.scheduling.step_output import Outputs
-from wavecore.engine_core.scheduling.timing_wheel import TimingWheel
+from wavecore.engine_core.scheduling.timers import Timers
 from wavecore.transport.errors import RequestTimeout, ValidationError, WavecoreError
 from wavecore.transport.wire.messages import FinishReason, Load
 
@@ -73,7 +73,7 @@ class Requests:
         self.slots = Slots(config.max_num_seqs, info.max_model_len)
         self.kv = KVCacheManager(info, prefix_caching=config.enable_prefix_caching, watermark=config.watermark)
         self.waiting = WaitingQueue()
-        self.timers: TimingWheel[tuple[Request, str]] = TimingWheel(clock())
+        self.timers: Timers[tuple[Request, str]] = Timers()
         self.outputs = Outputs()
         self.totals = Totals()
         self.histograms = RequestHistograms()

@@ -21,9 +21,9 @@ import numpy as np
 
 from wavecore.engine_core.api.sampling_params import SamplingParams
 from wavecore.frontend.cli import bench_serve
-from wavecore.frontend.cli.generate import add_attach, open_llm
+from wavecore.frontend.cli.generate import open_llm
 from wavecore.frontend.cli.parser import CommandParser
-from wavecore.frontend.cli.workload import WorkItem, add_work, chosen_work
+from wavecore.frontend.cli.workload import WorkItem, chosen_work
 from wavecore.frontend.llm import LLM
 
 SECONDS = "_seconds"
@@ -81,11 +81,11 @@ def run(args: Sequence[str]) -> int:
 
 
 def _offline(args: Sequence[str]) -> int:
-    parser = CommandParser("wavecore bench offline", "", "Measures one batch of requests; end-of-sequence is ignored.")
-    add_attach(parser)
-    add_work(parser)
-    parser.option("repeats", int, 1, "runs after a warm-up; the fastest is shown")
-    values = parser.parse(args)
+    about, options = (
+        "Measures one batch of requests; end-of-sequence is ignored.",
+        ("attach", "workload", "bench offline"),
+    )
+    values = CommandParser("wavecore bench offline", "", about, options=options).parse(args)
     with open_llm(values) as llm:
         work = chosen_work(values, llm.vocab_size)
         warm_up(llm, work)

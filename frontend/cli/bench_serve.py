@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from wavecore.frontend.cli.parser import CommandParser
-from wavecore.frontend.cli.remote import add_server, endpoint, served_model
-from wavecore.frontend.cli.workload import WorkItem, add_work, chosen_work
+from wavecore.frontend.cli.remote import api_key, endpoint, served_model
+from wavecore.frontend.cli.workload import WorkItem, chosen_work
 from wavecore.frontend.load.load_run import LAG_MARK, report, run_load
 from wavecore.frontend.load.plot import PANELS, plotter
 from wavecore.transport.errors import ConfigError, RequestError
@@ -16,16 +16,8 @@ from wavecore.transport.errors import ConfigError, RequestError
 
 def run(args: Sequence[str]) -> int:
     about = "Measures an OpenAI server. A request's clock runs from the moment when it was due."
-    parser = CommandParser("wavecore bench serve", "URL", about, words=["url"])
-    add_server(parser)
-    add_work(parser)
-    parser.option("chat", bool, False, "chat completions; token ids are sent as text, so lengths are not exact")
-    parser.option("request_rate", float, 0.0, "requests a second, at Poisson times; 0: as max-concurrency allows")
-    parser.option("max_concurrency", int, 0, "requests at once; 0: any number")
-    for name, what in PANELS.items():
-        parser.option(f"goal_{name}_ms", float, None, f"goodput: the longest {what} of a good request")
-    parser.option("plot", str, "", "file for a picture of the latencies (.svg, .png, .pdf)")
-    values = parser.parse(args)
+    options = ("server", "workload", "bench serve")
+    values = CommandParser("wavecore bench serve", "URL", about, ["url"], options).parse(args)
     draw = plotter(values.plot) if values.plot else None
     if min(values.request_rate, values.max_concurrency) < 0:
         raise ConfigError("--request-rate and --max-concurrency must be at least 0")
@@ -33,7 +25,7 @@ def run(args: Sequence[str]) -> int:
     bodies = [request_body(item, model, values.chat) for item in chosen_work(values)]
     goals = {name: limit / 1e3 for name in PANELS if (limit := getattr(values, f"goal_{name}_ms")) is not None}
     url = endpoint(values, "chat/completions" if values.chat else "completions")
-    load = asyncio.run(run_load(url, bodies, values.request_rate, values.max_concurrency, values.api_key))
+    load = asyncio.run(run_load(url, bodies, values.request_rate, values.max_concurrency, api_key(values)))
     figures = report(load, goals)
     print("\n".join(_lines(figures)))
     if values.output_json:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from wavecore.frontend.cli.generate import add_input, chat_prompt, open_llm, sampling, stream_answer, system_message
-from wavecore.frontend.cli.parser import CommandParser, add_sampling
-from wavecore.frontend.cli.remote import add_server, remote_answer, served_model
+from wavecore.frontend.cli.generate import chat_prompt, open_llm, sampling, stream_answer, system_message
+from wavecore.frontend.cli.parser import CommandParser
+from wavecore.frontend.cli.remote import remote_answer, served_model
 from wavecore.transport.errors import EngineDead, NotSupportedError, WavecoreError
 
 Messages = list[dict[str, Any]]
@@ -15,11 +15,8 @@ HELP = "/reset forgets the conversation, /quit or Ctrl-D ends; Ctrl-C ends an an
 
 
 def run(args: Sequence[str]) -> int:
-    parser = CommandParser("wavecore chat", "[MODEL]", f"Talks to the model. {HELP}", words=["model"])
-    add_input(parser)
-    add_server(parser)
-    add_sampling(parser, max_tokens=1024)
-    values = parser.parse(args)
+    options = ("attach", "server", "sampling", "chat")
+    values = CommandParser("wavecore chat", "[MODEL]", f"Talks to the model. {HELP}", ["model"], options).parse(args)
     params = sampling(values)  # a bad value is told before an engine is started
     if values.url:
         _converse(system_message(values), partial(remote_answer, values, served_model(values)), lambda: True)

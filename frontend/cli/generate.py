@@ -7,19 +7,15 @@ from typing import Any
 
 from wavecore.engine_core.api.fields import defaults
 from wavecore.engine_core.api.sampling_params import SamplingParams
-from wavecore.frontend.cli.parser import CommandParser, add_sampling, settings
+from wavecore.frontend.cli.parser import CommandParser, settings
 from wavecore.frontend.llm import LLM, connect
 from wavecore.frontend.prompts import PromptType, TokensPrompt
 from wavecore.transport.errors import ValidationError
 
 
 def run(args: Sequence[str]) -> int:
-    parser = CommandParser("wavecore generate", "PROMPT", "Answers one prompt.", words=["prompt"])
-    parser.option("prompt", str, "", "the prompt, with or without this flag; - reads standard input")
-    add_input(parser)
-    parser.option("raw", bool, False, "continue the prompt as it is, without the chat template")
-    add_sampling(parser, max_tokens=256)
-    values = parser.parse(args)
+    options = ("generate", "attach", "sampling")
+    values = CommandParser("wavecore generate", "PROMPT", "Answers one prompt.", ["prompt"], options).parse(args)
     text = sys.stdin.read() if values.prompt == "-" else values.prompt
     if not text:
         raise ValidationError("prompt", 'is empty; try: wavecore generate "What is the capital of France?"')
@@ -31,18 +27,6 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def add_input(parser: CommandParser) -> None:
-    """Options of commands that talk to a model."""
-    add_attach(parser)
-    parser.option("system", str, "", "system message")
-
-
-def add_attach(parser: CommandParser) -> None:
-    """Options of commands that can use a running engine."""
-    about = "runtime directory of running engines, or an access file; several times for several; none is started then"
-    parser.option("attach", tuple, (), about)
-
-
 def open_llm(values: Namespace) -> LLM:
     """The running engine that `--attach` names, or one of our own."""
     if values.attach:
@@ -51,7 +35,7 @@ def open_llm(values: Namespace) -> LLM:
 
 
 def sampling(values: Namespace) -> SamplingParams:
-    """Of what `add_sampling` made; an option has its parameter's name, but `seed` is a setting of the engine."""
+    """Of the options "sampling"; one has its parameter's name, but `seed` is a setting of the engine."""
     given = {name: value for name, value in vars(values).items() if name in defaults(SamplingParams)}
     return SamplingParams(**{**given, "seed": values.sampling_seed})
 

@@ -33,6 +33,11 @@ KINDS: Mapping[type, tuple[Any, str]] = {
     tuple: (tuple, "texts"),
     list: (lambda text: list(OF_SETTING.texts("", json.loads(text), 1 << 10, MAX_TEXT)), "a JSON list of texts"),
 }
+_NAMED = {kind.__name__: kind for kind in KINDS}
+OPTIONS: Mapping[str, Mapping[str, tuple[str, Any, str]]] = json.loads(
+    Path(__file__).with_name("options.json").read_text("utf-8")
+)
+"""Options by what shares them, a command or several: name -> kind, default, about."""
 
 
 class CommandParser:
@@ -46,16 +51,19 @@ class CommandParser:
         usage: its own arguments in one line.
         about: one sentence.
         words: options and settings that may be given without their flag, in this order.
+        options: which of OPTIONS it has.
     """
 
-    def __init__(self, name: str, usage: str, about: str, words: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, usage: str, about: str, words: Sequence[str] = (), options: Sequence[str] = ()
+    ) -> None:
         self._usage = f"{name} {usage} [--SETTING VALUE ...]"
         self._about = about
         self._words = words
         self._options: dict[str, tuple[type, Any, str]] = {}  # the command's own: kind, default, about
-        self.option("config", str, "", "YAML file of settings, as --print_config writes it")
-        self.option("print_config", bool, False, "print all settings as YAML, and end")
-        self.option("help", bool, False, "print this, and end")
+        for shared in ("all", *options):
+            for option, (kind, default, text) in OPTIONS[shared].items():
+                self.option(option, _NAMED[kind], default, text)
 
     def option(self, name: str, kind: type, default: Any, about: str) -> None:
         """An option of the command's own, of a kind in KINDS."""
@@ -229,13 +237,3 @@ def settings(values: Namespace) -> EngineConfig:
         ConfigError, NotSupportedError: a setting that cannot work.
     """
     return compat.engine_config({name: getattr(values, name) for name in SETTINGS})
-
-
-def add_sampling(parser: CommandParser, max_tokens: int) -> None:
-    """Options that become SamplingParams."""
-    parser.option("max_tokens", int, max_tokens, "longest answer")
-    parser.option("temperature", float, 0.0, "0 is greedy")
-    parser.option("top_p", float, 1.0, "nucleus sampling")
-    parser.option("top_k", int, 0, "keep the k most likely tokens; 0 keeps all")
-    parser.option("sampling_seed", int, None, "seed of this program's requests")
-    parser.option("stop", list, None, "strings that end the answer, as a JSON list")

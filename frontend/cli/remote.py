@@ -1,4 +1,4 @@
-"""Options of commands that talk to an OpenAI server, ours or another, and a conversation with it."""
+"""What commands ask of an OpenAI server, ours or another, and a conversation with it."""
 
 import asyncio
 import json
@@ -7,16 +7,14 @@ import urllib.request
 from argparse import Namespace
 from typing import Any
 
-from wavecore.frontend.cli.parser import CommandParser
 from wavecore.frontend.load.event_stream import events, split_url
 from wavecore.transport.errors import StartError
 
 ANSWER_SECONDS = 30.0
 
 
-def add_server(parser: CommandParser) -> None:
-    parser.option("url", str, "", "http://HOST:PORT of an OpenAI server; --model names one of its models")
-    parser.option("api_key", str, os.environ.get("OPENAI_API_KEY", ""), "its key; else OPENAI_API_KEY's")
+def api_key(values: Namespace) -> str:
+    return str(values.api_key or os.environ.get("OPENAI_API_KEY", ""))
 
 
 def endpoint(values: Namespace, path: str) -> str:
@@ -30,7 +28,7 @@ def served_model(values: Namespace) -> str:
         ConfigError: no URL. StartError: no server answers there, or it refuses the key.
     """
     split_url(values.url)
-    headers = {"Authorization": f"Bearer {values.api_key}"} if values.api_key else {}
+    headers = {"Authorization": f"Bearer {key}"} if (key := api_key(values)) else {}
     request = urllib.request.Request(endpoint(values, "models"), headers=headers)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the requests that follow
     try:
@@ -55,7 +53,7 @@ def remote_answer(values: Namespace, model: str, messages: list[dict[str, Any]])
 
 async def _print_answer(values: Namespace, body: dict[str, Any]) -> str:
     text = ""
-    async for event in events(endpoint(values, "chat/completions"), body, values.api_key):
+    async for event in events(endpoint(values, "chat/completions"), body, api_key(values)):
         text += event.text
         print(event.text, end="", flush=True)
     print(flush=True)

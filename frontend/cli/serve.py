@@ -11,7 +11,6 @@ from pathlib import Path
 
 from wavecore.engine_core.api.config import OF_SETTING
 from wavecore.engine_core.api.fields import defaults
-from wavecore.frontend.cli.generate import add_attach
 from wavecore.frontend.cli.parser import CommandParser, field_help, settings
 from wavecore.frontend.client.service import make_supervisor
 from wavecore.frontend.progress_bars import StartBar
@@ -32,15 +31,7 @@ PASSED_ON = ("metrics_compat", "ssl_keyfile", "ssl_certfile", "write_timeout", "
 
 def run(args: Sequence[str]) -> int:
     about = "Serves OpenAI's API. SIGTERM or Ctrl-C drains it; a second one ends it at once."
-    parser = CommandParser("wavecore serve", "[MODEL]", about, words=["model"])
-    parser.option("host", str, "127.0.0.1", "address to listen at; 0.0.0.0 for all of this machine")
-    parser.option("port", int, 8000, "port to listen at; 0 takes a free one")
-    parser.option("uds", str, "", "a unix socket to listen at, in place of host and port")
-    parser.option("api_key", str, "", f"who gives this key may enter; others see it in `ps`, unlike {KEY_VARIABLE}")
-    parser.option("api_key_file", str, "", "file of such keys, one a line")
-    add_attach(parser)
-    parser.option("api_server_count", int, 1, "processes that listen and speak HTTP")
-    parser.option("chat_template", str, "", "jinja2 text in place of the model's template, or the file of one")
+    parser = CommandParser("wavecore serve", "[MODEL]", about, ["model"], ("serve", "attach"))
     usual, abouts = defaults(ServerConfig), field_help(ServerConfig)
     for name in PASSED_ON:
         parser.option(name, type(usual[name] or ""), usual[name], abouts[name])

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from wavecore.frontend.base import places_of
-from wavecore.frontend.cli.generate import add_attach
 from wavecore.frontend.cli.parser import CommandParser
 from wavecore.frontend.client.client import EngineClient
 from wavecore.frontend.client.utilities import answers
@@ -33,15 +32,8 @@ that run, the oldest first, then the queue in order.
 
 
 def run(args: Sequence[str]) -> int:
-    parser = CommandParser(
-        "wavecore top", "DIR", "Watches the engines of a deployment. Ctrl-C ends it.", words=["attach"]
-    )
-    add_attach(parser)
-    parser.option("once", bool, False, "print once, over one interval, and end")
-    parser.option("json", bool, False, "a line of JSON each time")
-    parser.option("interval", float, 1.0, "seconds between two looks")
-    parser.option("requests", int, 20, "requests to show")
-    values = parser.parse(args)
+    about = "Watches the engines of a deployment. Ctrl-C ends it."
+    values = CommandParser("wavecore top", "DIR", about, ["attach"], ("attach", "top")).parse(args)
     if not values.attach or values.interval <= 0 or not 0 <= values.requests <= MAX_REQUESTS:
         raise ConfigError(f"usage: wavecore top DIR, --interval above 0, --requests from 0 to {MAX_REQUESTS}")
     client = EngineClient(*places_of(values.attach))

@@ -1,4 +1,4 @@
-"""Workloads for measuring, and the options that choose one: the same token ids for every run of the same arguments."""
+"""Workloads for measuring: the same token ids for every run of the same arguments."""
 
 import json
 import random
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wavecore.frontend.cli.parser import CommandParser
 from wavecore.transport.errors import ValidationError
 from wavecore.transport.small_files import read_small
 
@@ -24,16 +23,8 @@ class WorkItem:
     temperature: float = 0.0
 
 
-def add_work(parser: CommandParser) -> None:
-    parser.option("workload", str, "", "JSON file of requests; without it prompts are random")
-    parser.option("num_prompts", int, 32, "random workload: how many")
-    parser.option("input_len", int, 128, "random workload: tokens of a prompt")
-    parser.option("output_len", int, 64, "random workload: tokens of an output")
-    parser.option("output_json", str, "", "file for the figures")
-
-
 def chosen_work(values: Namespace, vocab_size: int = TOP) -> list[WorkItem]:
-    """What the options of `add_work` say.
+    """What the options "workload" say.
 
     Raises:
         ValidationError: see `open_work` and `random_work`.

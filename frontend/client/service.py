@@ -28,7 +28,7 @@ from wavecore.frontend.client.mailbox import Mailbox, Notifier, OutputKind
 from wavecore.frontend.client.request import EngineRequest, embeds_frame
 from wavecore.frontend.prompts import Prompt, token_ids
 from wavecore.frontend.text.messages import ChatOptions
-from wavecore.frontend.text.tokenizer import Tokenizer
+from wavecore.frontend.text.tokenizer import LONG_TEXT, Tokenizer
 from wavecore.frontend.text.tokenizer_files import generation_defaults, load_tokenizer
 from wavecore.transport.errors import ModelError, NotSupportedError, RequestTimeout, ValidationError, WavecoreError
 from wavecore.transport.processes import logs
@@ -42,7 +42,6 @@ OnOutput = Callable[[str, str], None]
 NO_OPTIONS = RequestOptions()
 MAX_ID = 1024
 TEXT_THREADS = 4
-LONG_TEXT = 2_000  # characters; encoding more would hold an event loop up for milliseconds
 
 
 class Service:

@@ -26,7 +26,7 @@ from wavecore.transport.errors import NotSupportedError, ValidationError
 from wavecore.transport.wire.checks import OF_REQUEST
 
 MAX_DECODE = 1 << 24  # ids in one call
-LONG_TEXT = 2000  # characters; encoding more must not hold up this program's other threads
+LONG_TEXT = 2000  # characters; encoding more takes milliseconds, and must not hold up this program's other threads
 SHORT_TOKEN = 4  # characters; a text of fewer a token is encoded without a look at its least length
 
 

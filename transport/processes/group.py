@@ -254,10 +254,7 @@ class Group(EngineGroup):
             shared = [] if self._is_alone else group_memory.create(len(self._specs), until_spawned)
             for rank, spec in enumerate(self._specs):
                 entry = self._entry_of(rank)
-                argv = ["--index", str(entry.index), "--keys", str(self._context.keys)]
-                argv += ["--input", entry.input or self._bind(entry.index, "in")]
-                argv += ["--output", entry.output or self._bind(entry.index, "out")]
-                words = [*spec.argv, *argv, *([] if self._is_alone else ["--rank", str(rank)])]
+                words = [*spec.argv, *self._argv(entry), *([] if self._is_alone else ["--rank", str(rank)])]
                 rank_process = RankProcess(
                     self._specs[0].first_rank + rank,
                     replace(spec, name=self._name(rank), argv=words, fds=[*spec.fds, *shared]),
@@ -267,6 +264,12 @@ class Group(EngineGroup):
                     on_output=partial(self._context.on_output, self._name(rank)),
                 )
                 self._ranks.append(rank_process)
+
+    def _argv(self, entry: EngineEntry) -> list[str]:
+        """What tells a rank which engine it is of, and where that listens."""
+        argv = ["--index", str(entry.index), "--keys", str(self._context.keys)]
+        argv += ["--input", entry.input or self._bind(entry.index, "in")]
+        return [*argv, "--output", entry.output or self._bind(entry.index, "out")]
 
     def _entry_of(self, rank: int) -> EngineEntry:
         """Of the rank itself, or of the engine whose worker it is."""

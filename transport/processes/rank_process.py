@@ -1,5 +1,5 @@
 """One rank of a group in one life: its process, what it says and prints, and why it ended. When it should end is the
-group's business. An API process is watched alike, as the only rank of a group that `frontend/serve/server.py` keeps."""
+group's business. An API process is the only rank of its group (`frontend/serve/server.py`)."""
 
 from __future__ import annotations
 

@@ -11,9 +11,11 @@ and the one who waits is not stuck. So the verdict falls on the end of the chain
 a circle are judged as if they did not wait: that is a deadlock. Waiting for a rank of another host (ELSEWHERE) is none.
 """
 
+import ctypes
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -24,23 +26,30 @@ _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 EXPECTED_TIMES = 10  # a step may take so many times what the child expected
 ELSEWHERE = 1 << 32
 """A rank of another host, for whoever waits for it: others watch that rank, and the link between the hosts."""
-_BEATS, _BUSY, _EXPECTED_MS, _HELPER, _WAITS_FOR = range(5)
+
+
+class _Words(ctypes.Structure):
+    """`helper`: the id of a thread that says nothing about progress. `waits_for`: a rank, counted from 1."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("beats", "busy", "expected_ms", "helper", "waits_for"))
 
 
 class ProgressPage:
-    """Words of 8 bytes: beats, busy, expected ms, the id of a thread that says nothing about progress, and the rank
-    that this one waits for, counted from 1.
+    """What a rank shows of its progress.
 
     The child writes, its supervisor reads. A write costs well under a microsecond and needs neither a thread nor the
     GIL to be seen, so what the loop did last is known even of a child that hangs inside native code.
 
     Args:
         fd: a file of at least one page, usually a memfd; the page keeps its own mapping and not the descriptor.
+
+    Attributes:
+        words: as they are now.
     """
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, mmap.PAGESIZE)
-        self._words = memoryview(self._map).cast("Q")
+        self.words = _Words.from_buffer(self._map)
 
     @staticmethod
     def create_fd() -> int:
@@ -51,47 +60,31 @@ class ProgressPage:
 
     def beat(self) -> None:
         """Something got done."""
-        self._words[_BEATS] += 1
+        self.words.beats += 1
 
     def busy(self, busy: bool) -> None:
         """Whether there is work that should move; an idle child is never stuck."""
-        self._words[_BUSY] = busy
+        self.words.busy = busy
 
     def expect(self, seconds: float) -> None:
         """What is computed now should take about so long; 0 for unknown."""
-        self._words[_EXPECTED_MS] = int(min(seconds, 1e9) * 1000)
+        self.words.expected_ms = int(min(seconds, 1e9) * 1000)
 
     def helper(self, thread_id: int) -> None:
         """Do not count this thread (native id) as computing: it runs on while the main loop hangs."""
-        self._words[_HELPER] = thread_id
+        self.words.helper = thread_id
 
     def wait_for(self, rank: int | None) -> None:
         """The work cannot go on before this rank of the group does something; None: it can."""
-        self._words[_WAITS_FOR] = 0 if rank is None else rank + 1
-
-    @property
-    def beats(self) -> int:
-        return self._words[_BEATS]
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._words[_BUSY])
-
-    @property
-    def expected_seconds(self) -> float:
-        return self._words[_EXPECTED_MS] / 1000
-
-    @property
-    def helper_id(self) -> int:
-        return self._words[_HELPER]
+        self.words.waits_for = 0 if rank is None else rank + 1
 
     @property
     def waits_for(self) -> int | None:
         """The rank that keeps this one, which has work, from going on."""
-        return self._words[_WAITS_FOR] - 1 if self.is_busy and self._words[_WAITS_FOR] else None
+        return self.words.waits_for - 1 if self.words.busy and self.words.waits_for else None
 
     def close(self) -> None:
-        self._words.release()
+        del self.words
         self._map.close()
 
 
@@ -116,8 +109,8 @@ class GroupWatch:
         for rank, watch in enumerate(self._watches):  # all of them: each counts its ticks
             circle = _circle(rank, waits)
             circle = [] if stopped.intersection(circle) else circle  # it may open when that rank goes on
-            works = waits[rank] is None and said[rank] != ELSEWHERE and (self._pages[rank].is_busy or rank in waits)
-            reason = watch.tick(has_work=works or bool(circle))
+            works = waits[rank] is None and said[rank] != ELSEWHERE and (self._pages[rank].words.busy or rank in waits)
+            reason = watch.tick(has_work=bool(works or circle))
             if reason is not None and stuck is None:
                 ranks = ", ".join(map(str, sorted(circle)))
                 stuck = rank, f"ranks {ranks} wait for each other, a deadlock: {reason}" if circle else reason
@@ -156,8 +149,8 @@ class StallWatch:
     def tick(self, has_work: bool) -> str | None:
         """None, or why the rank counts as stuck."""
         stopped = self.is_stopped
-        if not stopped and (not has_work or self._page.beats != self._beats):
-            self._beats = self._page.beats
+        if not stopped and (not has_work or self._page.words.beats != self._beats):
+            self._beats = self._page.words.beats
             self._idle = self._computing = 0
             self._cpu_seconds = None
             return None
@@ -172,36 +165,25 @@ class StallWatch:
                 return f"it has been stopped (SIGSTOP or a debugger) for {seconds:.1f} s"
             return f"it has work but did nothing for {seconds:.1f} s: every thread sleeps (stacks are in the log)"
         seconds = self._computing * TICK_SECONDS
-        if self._computing and seconds >= max(self._step_seconds, EXPECTED_TIMES * self._page.expected_seconds):
+        if self._computing and seconds >= max(self._step_seconds, EXPECTED_TIMES * self._page.words.expected_ms / 1000):
             return f"one step has computed for {seconds:.1f} s without an end (stacks are in the log)"
         return None
 
     def _is_computing(self) -> bool:
-        alive, cpu = False, 0.0
-        for pid in (self._pid, *_descendants(self._pid)):  # a step may wait for a compiler that it started
-            for task in _tasks(pid):
-                name, state, seconds = _read_stat(task / "stat")
-                if int(task.name) == self._page.helper_id or name.startswith("ZMQbg"):
-                    continue
+        alive, cpu, pids, tasks = False, 0.0, [self._pid], list[Path]()
+        with suppress(psutil.Error):
+            pids += [child.pid for child in psutil.Process(self._pid).children(recursive=True)]
+        for pid in pids:  # a step may wait for a compiler that it started
+            with suppress(OSError):
+                tasks += Path(f"/proc/{pid}/task").iterdir()
+        for task in tasks:
+            name, state, seconds = _read_stat(task / "stat")
+            if int(task.name) != self._page.words.helper and not name.startswith("ZMQbg"):
                 alive |= state in ("R", "D")
                 cpu += seconds
         grew = self._cpu_seconds is not None and cpu - self._cpu_seconds > COMPUTING_SHARE * TICK_SECONDS
         self._cpu_seconds = cpu
         return alive or grew
-
-
-def _descendants(pid: int) -> list[int]:
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:
-        return []
-
-
-def _tasks(pid: int) -> list[Path]:
-    try:
-        return list(Path(f"/proc/{pid}/task").iterdir())
-    except OSError:
-        return []
 
 
 def _read_stat(path: Path) -> tuple[str, str, float]:

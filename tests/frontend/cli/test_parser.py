@@ -12,7 +12,7 @@ import yaml
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.frontend.cli.main import main
-from wavecore.frontend.cli.parser import CommandParser, add_sampling, settings
+from wavecore.frontend.cli.parser import CommandParser, settings
 from wavecore.frontend.compat import engine_config
 from wavecore.transport.errors import ConfigError, NotSupportedError
 
@@ -207,8 +207,7 @@ def test_texts_that_yaml_cannot_read_are_texts(text: str, monkeypatch: pytest.Mo
 
 
 def test_a_list_that_is_too_deep() -> None:
-    parser = CommandParser("generate", "", "")
-    add_sampling(parser, 5)
+    parser = CommandParser("generate", "", "", options=["sampling"])
     with pytest.raises(ConfigError, match="--stop must be a JSON list of texts"):
         parser.parse(["--stop", "[" * 1_000])
 
@@ -247,10 +246,7 @@ def test_words_are_options_or_settings() -> None:
 
 
 def test_the_prompt_and_a_commands_own_options() -> None:
-    parser = CommandParser("generate", "", "", words=["prompt"])
-    parser.option("prompt", str, "", "")
-    add_sampling(parser, max_tokens=5)
-    parser.option("raw", bool, False, "")
+    parser = CommandParser("generate", "", "", ["prompt"], ["generate", "sampling"])
     values = parser.parse(["--raw", "a prompt", "--stop", '["x"]', "--top-k", "-1", "--max-num-seqs", "3"])
     assert (values.prompt, values.raw, values.stop, values.top_k, values.max_num_seqs) == (
         "a prompt",
@@ -302,8 +298,7 @@ def test_flags_of_vllm_that_ask_for_nothing() -> None:
         "--pipeline-parallel-size=1",
     ]
     assert parse(*plain, "--tokenizer-mode", "auto", "--max-num-seqs", "3") == EngineConfig(max_num_seqs=3)
-    parser = CommandParser("generate", "", "", words=["prompt"])
-    parser.option("prompt", str, "", "")
+    parser = CommandParser("generate", "", "", ["prompt"], ["generate"])
     assert parser.parse(["--disable-log-stats", "a prompt"]).prompt == "a prompt"
 
 
@@ -361,8 +356,6 @@ def test_main_names_commands_and_what_is_missing(capsys: pytest.CaptureFixture[s
     ],
 )
 def test_what_a_command_does_not_swallow(args: list[str], words: str) -> None:
-    parser = CommandParser("chat", "[MODEL]", "", ["model"])
-    parser.option("attach", str, "", "")
-    add_sampling(parser, 16)
+    parser = CommandParser("chat", "[MODEL]", "", ["model"], ["attach", "sampling"])
     with pytest.raises((ConfigError, NotSupportedError), match=re.escape(words)):
         settings(parser.parse(args))

@@ -47,7 +47,7 @@ class FakeRank:
         self.endpoints: EngineEntry | None = None
         self.reason: Cause | None = None
         self.cause: Cause | None = None
-        self.progress = SimpleNamespace(waits_for=None, is_busy=False, beats=0)
+        self.progress = SimpleNamespace(waits_for=None, words=SimpleNamespace(busy=0, beats=0))
         self.since = 0.0
         self.killed = self.silent = False
         self.failed_at = float("inf")

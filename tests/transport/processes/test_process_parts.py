@@ -169,25 +169,25 @@ def test_progress_page_and_stall_watch() -> None:
     writer, reader = ProgressPage(fd), ProgressPage(fd)
     os.close(fd)
     writer.helper(5)
-    assert reader.helper_id == 5
+    assert reader.words.helper == 5
     watch = StallWatch(os.getpid(), reader, idle_seconds=TICK_SECONDS, step_seconds=3 * TICK_SECONDS)
-    assert [watch.tick(reader.is_busy) for _ in range(5)] == [None] * 5  # idle is never stuck
+    assert [watch.tick(bool(reader.words.busy)) for _ in range(5)] == [None] * 5  # idle is never stuck
     writer.busy(True)
     for _ in range(5):
         writer.beat()
-        assert watch.tick(reader.is_busy) is None
-    assert [watch.tick(reader.is_busy) for _ in range(2)] == [None] * 2
-    reason = watch.tick(reader.is_busy)
+        assert watch.tick(bool(reader.words.busy)) is None
+    assert [watch.tick(bool(reader.words.busy)) for _ in range(2)] == [None] * 2
+    reason = watch.tick(bool(reader.words.busy))
     assert reason is not None
     assert "computed for 1.5 s" in reason
     writer.expect(4.25 * TICK_SECONDS / 10)  # ten times as long is more than the limit
     writer.beat()
-    watch.tick(reader.is_busy)
-    assert [watch.tick(reader.is_busy) for _ in range(4)] == [None] * 4
-    assert "computed for 2.5 s" in str(watch.tick(reader.is_busy))
+    watch.tick(bool(reader.words.busy))
+    assert [watch.tick(bool(reader.words.busy)) for _ in range(4)] == [None] * 4
+    assert "computed for 2.5 s" in str(watch.tick(bool(reader.words.busy)))
     writer.expect(math.inf)
     writer.beat()
-    assert reader.expected_seconds > 1e6
+    assert reader.words.expected_ms > 1e9
     endless = StallWatch(os.getpid(), reader, idle_seconds=math.inf, step_seconds=math.inf)
     assert [endless.tick(True) for _ in range(9)] == [None] * 9
     writer.close()

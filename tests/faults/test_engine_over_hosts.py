@@ -20,6 +20,7 @@ from tests.support.waiting import two_free_ports, until
 
 from wavecore.engine_core.api.config import EngineConfig
 from wavecore.engine_core.api.sampling_params import SamplingParams
+from wavecore.frontend.client.engines import EngineState
 from wavecore.frontend.client.service import make_supervisor
 from wavecore.frontend.llm import LLM
 from wavecore.transport.errors import EngineDead
@@ -146,6 +147,9 @@ def test_stopped_host(start: Start, rank: int) -> None:
             os.kill(pid, signal.SIGSTOP)
             until(lambda: hosts.engine(other).state != "ready")
             assert f"rank {rank} on 127.0.0." in str(hosts.engine(other).last_cause)
+            if rank == 0:  # the client comes to its own verdict at about the same time
+                [engine] = hosts.clients[0]._service.client._engines.values()
+                until(lambda: engine.state is EngineState.UNREACHABLE)
             os.kill(pid, signal.SIGCONT)
 
 

@@ -1,12 +1,12 @@
 """An engine in a Ray actor beside one in processes of this host: its throughput, and how soon a death is heard.
 
     python scripts/bench_ray.py MODEL [--workload x256-in32-out256] [--rounds 5] [--deaths 3]
-        [--settings '{"kv_cache_memory_gib": 20}']
+        [--settings '{"gpu_memory_utilization": 0.4}']
 
-Needs Ray. Both engines are resident, on the same device, each with a client of its own in this program, and take turns
-(A B B A ...) after a pass to warm up. Then processes of the actor's engine are killed (kill -9) in the middle of a
-stream: *heard* is when the stream raises, *answered* when the next request is, after the restart, and *gone* is when no
-process of the engine is left.
+Needs Ray. Both engines are resident, on the same device, so on a GPU each gets a share of it, as above. Each has a
+client of its own in this program, and they take turns (A B B A ...) after a pass to warm up. Then processes of the
+actor's engine are killed (kill -9) in the middle of a stream: *heard* is when the stream raises, *answered* when the
+next request is, after the restart, and *gone* is when no process of the engine is left.
 """
 
 from __future__ import annotations
